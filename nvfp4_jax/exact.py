@@ -1,0 +1,212 @@
+"""Float32 operations whose bits do not depend on how XLA compiles them.
+
+XLA may rewrite float32 arithmetic: on CPU it turns `x / c` into a multiply by
+the reciprocal, reorders chains of products and contracts `a * b + c` into one
+rounding (FMA); on GPU, division and square root are not correctly rounded and
+a cast to bfloat16 and back is dropped. `jnp.sum` adds in an order that depends
+on the length. Each of these changes a quantizer's bytes, or makes a token's
+log-prob depend on the shape of the batch that it was computed in.
+
+Two groups of functions:
+
+* `divide`, `multiply`, `add`, `subtract` compute in float64 and round once to
+  float32. A float64 result of one operation on float32 numbers always rounds
+  to the correctly rounded float32 result, also when XLA replaces the division
+  by a multiply with a float64 reciprocal (a quotient of 24-bit numbers keeps
+  2^-49 away from every rounding boundary; that rewrite is off by 2^-52).
+  Two barriers stand round the conversion to float32. Without the first, XLA on
+  GPU computes the whole in float32, where its division is not exact (on an
+  H200, 1,104 of 1.2 million packed bytes came out wrong). Without the second,
+  XLA on CPU may drop the rounding before another float64 operation (YNNPACK
+  does, with whatever follows a reduction: 1,510 of 8,704 block scales).
+* `fence`, `tree_sum`, `rsqrt`, `exp`, `log`, `to_bfloat16` are the rounding
+  points of the model: where they stand, learner and sampler compute the same
+  bits.
+
+Subnormals are not preserved: XLA on CPU flushes them to zero.
+"""
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+_LOG2_E = 1.4426950408889634
+# log(2) = HIGH + LOW; HIGH has 9 significant bits, so that n * HIGH is exact.
+_LN2_HIGH = 0.693359375
+_LN2_LOW = -2.12194440e-4
+
+
+def divide(
+    a: jax.typing.ArrayLike, b: jax.typing.ArrayLike, *, barrier: bool = True
+) -> jax.Array:
+  """Returns the correctly rounded float32 quotient `a / b`.
+
+  Args:
+    a: float32.
+    b: float32, broadcast against `a`.
+    barrier: False leaves the result to fusion. Then no other operation of this
+      group may take it.
+  """
+  return _in_float64(lax.div, a, b, barrier)
+
+
+def multiply(
+    a: jax.typing.ArrayLike, b: jax.typing.ArrayLike, *, barrier: bool = True
+) -> jax.Array:
+  """Returns the float32 product `a * b`, rounded once, never contracted.
+
+  Args:
+    a: float32.
+    b: float32, broadcast against `a`.
+    barrier: see `divide`.
+  """
+  return _in_float64(lax.mul, a, b, barrier)
+
+
+def add(a: jax.typing.ArrayLike, b: jax.typing.ArrayLike) -> jax.Array:
+  """Returns the float32 sum `a + b`, rounded once, never contracted."""
+  return _in_float64(lax.add, a, b, True)
+
+
+def subtract(a: jax.typing.ArrayLike, b: jax.typing.ArrayLike) -> jax.Array:
+  """Returns the float32 difference `a - b`, rounded once."""
+  return _in_float64(lax.sub, a, b, True)
+
+
+def sum_in_order(x: jax.Array) -> jax.Array:
+  """Returns the float32 sum of `x` over its last axis, first to last.
+
+  Args:
+    x: float32; not a bare product, which an FMA could take unrounded, but the
+      result of `multiply` or of a sum.
+  """
+  total = x[..., 0]
+  for i in range(1, x.shape[-1]):
+    total = total + x[..., i]
+  return total
+
+
+@jax.custom_jvp
+def round_to_bfloat16(x: jax.Array) -> jax.Array:
+  """Returns float32 `x` rounded to bfloat16 values; its derivative is 1."""
+  return lax.reduce_precision(x, 8, 7)
+
+
+round_to_bfloat16.defjvp(lambda x, t: (round_to_bfloat16(*x), *t))
+
+
+def to_bfloat16(x: jax.Array) -> jax.Array:
+  """Rounds to bfloat16, to nearest even, where a bare cast might be dropped."""
+  return round_to_bfloat16(x).astype(jnp.bfloat16)
+
+
+@jax.custom_jvp
+def fence(x: jax.Array) -> jax.Array:
+  """Rounds float32 `x` to 22 fraction bits; XLA cannot move or fuse this.
+
+  Put it on an inexact product that feeds a sum, so that no FMA can change the
+  sum, and on a factor that must not be reordered with others.
+  """
+  return lax.reduce_precision(x, 8, 22)
+
+
+fence.defjvp(lambda x, t: (fence(*x), *t))
+
+
+@jax.custom_jvp
+def tree_sum(x: jax.Array) -> jax.Array:
+  """Returns the sum over the last axis, as a tree of power-of-two halves.
+
+  The order depends on nothing but the position of each element: appending
+  zeros, also up to the next powers of two, does not change a bit.
+
+  Args:
+    x: `[..., n]` float32.
+  """
+  n = x.shape[-1]
+  size = 1 << max(n - 1, 0).bit_length()
+  if size != n:
+    x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, size - n)])
+  while size > 1:
+    size //= 2
+    x = x[..., :size] + x[..., size:]
+  return x[..., 0]
+
+
+tree_sum.defjvp(lambda x, t: (tree_sum(*x), jnp.sum(*t, axis=-1)))
+
+
+@jax.custom_jvp
+def rsqrt(x: jax.Array) -> jax.Array:
+  """Returns 1 / sqrt(x) for float32 `x > 0`, each step rounded.
+
+  The fence between the steps keeps XLA from replacing both by its own, less
+  exact rsqrt where nothing else uses the square root.
+  """
+  return fence(1.0 / fence(jnp.sqrt(x)))
+
+
+@rsqrt.defjvp
+def _rsqrt_jvp(primals, tangents):
+  y = rsqrt(*primals)
+  return y, -0.5 * y**3 * tangents[0]
+
+
+@jax.custom_jvp
+def exp(x: jax.Array) -> jax.Array:
+  """Returns e**x for float32 `x <= 88`, 0 below -87, within 3e-7 relative.
+
+  The polynomial is evaluated with a `fence` between product and sum, so that
+  scalar and vector code give the same bits. NaN gives NaN.
+  """
+  clipped = jnp.maximum(x, -87.0)
+  n = jnp.round(fence(clipped * _LOG2_E))
+  r = (clipped - n * _LN2_HIGH) - fence(n * _LN2_LOW)
+  p = jnp.full_like(r, 1 / 720)
+  for coefficient in (1 / 120, 1 / 24, 1 / 6, 0.5, 1.0, 1.0):
+    p = fence(p * r) + jnp.float32(coefficient)
+  power = (n.astype(jnp.int32) + 127) << 23
+  return jnp.where(
+      x < -87.0, 0.0, p * lax.bitcast_convert_type(power, jnp.float32)
+  )
+
+
+@exp.defjvp
+def _exp_jvp(primals, tangents):
+  y = exp(*primals)
+  return y, y * tangents[0]
+
+
+@jax.custom_jvp
+def log(x: jax.Array) -> jax.Array:
+  """Returns the natural logarithm of normal float32 `x > 0`, within 4e-7.
+
+  Evaluated like `exp`, with fences instead of contractions. NaN gives NaN.
+  """
+  bits = lax.bitcast_convert_type(x, jnp.int32)
+  exponent = (bits - 0x3F3504F3) >> 23  # mantissa in [sqrt(1/2), sqrt(2))
+  m = lax.bitcast_convert_type(bits - (exponent << 23), jnp.float32)
+  z = (m - 1.0) / (m + 1.0)
+  square = fence(z * z)
+  p = jnp.full_like(z, 1 / 9)
+  for coefficient in (1 / 7, 1 / 5, 1 / 3, 1.0):
+    p = fence(p * square) + jnp.float32(coefficient)
+  n = exponent.astype(jnp.float32)
+  y = (fence(2.0 * z * p) + fence(n * _LN2_LOW)) + n * _LN2_HIGH
+  return jnp.where(jnp.isnan(x), x, y)
+
+
+@log.defjvp
+def _log_jvp(primals, tangents):
+  return log(*primals), tangents[0] / primals[0]
+
+
+def _in_float64(operation, a, b, barrier):
+  a, b = (jnp.asarray(v, jnp.float32) for v in (a, b))
+  with jax.enable_x64(True):
+    a, b = (v.astype(jnp.float64) for v in jnp.broadcast_arrays(a, b))
+    result = operation(a, b)
+    if not barrier:
+      return result.astype(jnp.float32)
+    result = lax.optimization_barrier(result).astype(jnp.float32)
+  return lax.optimization_barrier(result)
