@@ -1,0 +1,60 @@
+"""The matmuls, quantized or not, that everything else calls.
+
+Shapes: `x` is `[M, K]`, `w` is `[N, K]` (contraction axis last), `y` and `dy`
+are `[M, N]`. With `group_sizes` `[E]` int32, `w` is `[E, N, K]` and the rows of
+`x` are sorted by group: the first `group_sizes[0]` rows meet `w[0]`, and so on;
+groups may be empty, and rows after the last group give zeros. All results are
+float32 and not yet rounded; all non-quantized operands are bfloat16.
+
+`reference` is the only backend so far. It runs wherever XLA does and defines
+the answer.
+"""
+
+import jax
+
+from nvfp4_jax import qtensor
+from nvfp4_jax.kernels import reference
+
+
+def scaled_matmul(
+    xq: qtensor.QTensor,
+    wq: qtensor.QTensor,
+    group_sizes: jax.Array | None = None,
+) -> jax.Array:
+  """Returns `dequantize(xq) @ dequantize(wq).T`, float32 `[M, N]`.
+
+  Codes times block scales are multiplied exactly, as bfloat16, and added in
+  float32; f32(D_x * D_w), the product of the global scales, is applied to the
+  sum.
+
+  Args:
+    xq: quantized `[M, K]`.
+    wq: quantized `[N, K]`, or `[E, N, K]` with `group_sizes`.
+    group_sizes: `[E]` int32 or None.
+  """
+  return reference.scaled_matmul(xq, wq, group_sizes)
+
+
+def matmul(
+    x: jax.Array, w: jax.Array, group_sizes: jax.Array | None = None
+) -> jax.Array:
+  """Returns `x @ w.T`, float32 `[M, N]`, of bfloat16 operands."""
+  return reference.matmul(x, w, group_sizes)
+
+
+def dgrad(
+    dy: jax.Array, w: jax.Array, group_sizes: jax.Array | None = None
+) -> jax.Array:
+  """Returns `dy @ w`, float32 `[M, K]`, of bfloat16 operands."""
+  return reference.dgrad(dy, w, group_sizes)
+
+
+def wgrad(
+    dy: jax.Array, x: jax.Array, group_sizes: jax.Array | None = None
+) -> jax.Array:
+  """Returns `dy.T @ x`, float32 `[N, K]`, or `[E, N, K]` with `group_sizes`.
+
+  A group's rows are added block by block, so that in a grouped wgrad the order
+  of the sum differs from that of one dot over the group.
+  """
+  return reference.wgrad(dy, x, group_sizes)

@@ -1,0 +1,142 @@
+"""Matmuls in plain XLA: any platform, any shape; the oracle of the others.
+
+NVFP4 operands are decoded to bfloat16, which is exact, so that a bfloat16 dot
+with float32 accumulation has exact products.
+
+Grouped matmuls walk over blocks of rows, each with its own expert, in a loop
+whose trip count is the number of blocks really needed: the work grows with
+rows, not with rows times experts, as it does in `lax.ragged_dot` on CPU.
+"""
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+from nvfp4_jax import exact
+from nvfp4_jax import qtensor
+
+_LAST, _FIRST = (((1,), (1,)), ((), ())), (((0,), (0,)), ((), ()))
+_INNER = (((1,), (0,)), ((), ()))
+
+
+@jax.jit
+def scaled_matmul(
+    xq: qtensor.QTensor,
+    wq: qtensor.QTensor,
+    group_sizes: jax.Array | None = None,
+) -> jax.Array:
+  """See `kernels.scaled_matmul`."""
+  y = matmul(qtensor.decode(xq), qtensor.decode(wq), group_sizes)
+  w_scale = wq.global_scale
+  if group_sizes is not None:
+    w_scale = w_scale[_group_of_row(group_sizes, y.shape[0]), 0]
+  # The barrier keeps XLA from applying the two scales one after the other.
+  scale = lax.optimization_barrier(exact.multiply(xq.global_scale, w_scale))
+  return y * scale
+
+
+@jax.jit
+def matmul(
+    x: jax.Array, w: jax.Array, group_sizes: jax.Array | None = None
+) -> jax.Array:
+  """See `kernels.matmul`."""
+  if group_sizes is None:
+    return _dot(x, w, _LAST)
+  return _for_each_block(x, w, group_sizes, _LAST, w.shape[1])
+
+
+@jax.jit
+def dgrad(
+    dy: jax.Array, w: jax.Array, group_sizes: jax.Array | None = None
+) -> jax.Array:
+  """See `kernels.dgrad`."""
+  if group_sizes is None:
+    return _dot(dy, w, _INNER)
+  return _for_each_block(dy, w, group_sizes, _INNER, w.shape[2])
+
+
+@jax.jit
+def wgrad(
+    dy: jax.Array, x: jax.Array, group_sizes: jax.Array | None = None
+) -> jax.Array:
+  """See `kernels.wgrad`."""
+  if group_sizes is None:
+    return _dot(dy, x, _FIRST)
+  rows = x.shape[0]
+  block = _block_rows(rows, group_sizes.shape[0])
+  dy, x = _pad_rows(dy, block), _pad_rows(x, block)
+
+  def add_block(i, dw):
+    group, start, size = _block(i, group_sizes, block)
+    live = (jnp.arange(block) < size)[:, None]
+    dy_block = lax.dynamic_slice_in_dim(dy, start, block)
+    x_block = lax.dynamic_slice_in_dim(x, start, block)
+    part = _dot(jnp.where(live, dy_block, 0), x_block, _FIRST)
+    return dw.at[group].add(part)
+
+  dw = jnp.zeros((group_sizes.shape[0], dy.shape[1], x.shape[1]), jnp.float32)
+  return lax.fori_loop(0, _num_blocks(group_sizes, block), add_block, dw)
+
+
+def _dot(x, w, dimension_numbers):
+  """Returns a bfloat16 dot with float32 accumulation.
+
+  One row would take XLA's matrix-vector path on CPU, which adds in another
+  order than its matrix-matrix path; a second row of zeros avoids that, so that
+  a row's bits do not depend on how many rows there are.
+  """
+  one_row = x.shape[0] == 1 and dimension_numbers is not _FIRST
+  if one_row:
+    x = _pad_rows(x, 1)
+  y = lax.dot_general(
+      x, w, dimension_numbers, preferred_element_type=jnp.float32
+  )
+  return y[:1] if one_row else y
+
+
+def _for_each_block(x, w, group_sizes, dimension_numbers, features):
+  rows = x.shape[0]
+  block = _block_rows(rows, group_sizes.shape[0])
+  x = _pad_rows(x, block)
+
+  def write_block(i, y):
+    group, start, _ = _block(i, group_sizes, block)
+    x_block = lax.dynamic_slice_in_dim(x, start, block)
+    y_block = _dot(x_block, w[group], dimension_numbers)
+    # A block's surplus rows are overwritten by the next block.
+    return lax.dynamic_update_slice_in_dim(y, y_block, start, 0)
+
+  y = jnp.zeros((rows + block, features), jnp.float32)
+  y = lax.fori_loop(0, _num_blocks(group_sizes, block), write_block, y)
+  live = jnp.arange(rows) < jnp.sum(group_sizes)
+  return jnp.where(live[:, None], y[:rows], 0.0)
+
+
+def _block_rows(rows, groups):
+  """Returns a block size near the mean group size, a power of two in 8-128."""
+  mean = max(rows // max(groups, 1), 1)
+  return min(max(1 << (mean - 1).bit_length(), 8), 128)
+
+
+def _num_blocks(group_sizes, block):
+  return jnp.sum((group_sizes + block - 1) // block)
+
+
+def _block(i, group_sizes, block):
+  """Returns group, first row and number of live rows of the i-th block."""
+  ends = jnp.cumsum((group_sizes + block - 1) // block)
+  group = jnp.sum(ends <= i)
+  blocks_before = jnp.where(group > 0, ends[group - 1], 0)
+  offset = (i - blocks_before) * block
+  start = jnp.sum(jnp.where(jnp.arange(ends.size) < group, group_sizes, 0))
+  return group, start + offset, group_sizes[group] - offset
+
+
+def _group_of_row(group_sizes, rows):
+  ends = jnp.cumsum(group_sizes)
+  group = jnp.sum(ends[None, :] <= jnp.arange(rows)[:, None], axis=1)
+  return jnp.minimum(group, group_sizes.shape[0] - 1)
+
+
+def _pad_rows(x, rows):
+  return jnp.pad(x, ((0, rows), (0, 0)))
