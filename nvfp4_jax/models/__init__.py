@@ -1,0 +1,1 @@
+"""Decoder models: configuration, parameters and forward pass."""

@@ -1,0 +1,340 @@
+"""A decoder as pure functions on a parameter tree.
+
+Masters are float32. Layers are stacked into segments that the precision policy
+treats alike (`policy.segments`), and each segment is one `lax.scan`. The
+per-layer tree, `layers` a list of dicts, is what initialization and checkpoints
+hold; `stack` and `unstack` convert.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+import itertools
+from typing import Any, Literal
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+from nvfp4_jax import exact
+from nvfp4_jax import kv_cache
+from nvfp4_jax import layers
+from nvfp4_jax import matmul
+from nvfp4_jax import policy
+from nvfp4_jax import qtensor
+from nvfp4_jax.models import config as model_config
+
+
+@dataclasses.dataclass(frozen=True)
+class ParamSpec:
+  """Shape and initialization of one parameter; static.
+
+  Attributes:
+    shape: its shape, for one layer.
+    axes: logical name of each axis.
+    init: standard deviation of its normal initialization; 'ones' for a gain.
+  """
+
+  shape: tuple[int, ...]
+  axes: tuple[str, ...]
+  init: float | Literal['ones']
+
+
+def param_specs(config: model_config.ModelConfig) -> policy.ParamTree:
+  """Returns the per-layer tree of ParamSpecs."""
+  c = config
+  table = ParamSpec(
+      (c.vocab_size, c.embed_dim), ('vocab', 'embed'), c.embed_dim**-0.5
+  )
+  specs: policy.ParamTree = {
+      'embed_tokens': dataclasses.replace(table, init=0.5),
+      'layers': [_layer_specs(c) for _ in range(c.num_layers)],
+      'norm': ParamSpec((c.embed_dim,), ('embed',), 'ones'),
+  }
+  if not c.tie_embeddings:
+    specs['lm_head'] = table
+  return specs
+
+
+def param_paths(config: model_config.ModelConfig) -> list[str]:
+  """Returns the path of every parameter."""
+  specs = param_specs(config)
+  paths = [name for name in specs if name != 'layers']
+  for i, layer in enumerate(specs['layers']):
+    paths += [f'layers.{i}.{name}' for name in layer]
+  return paths
+
+
+def init_params(
+    key: jax.Array, config: model_config.ModelConfig
+) -> policy.ParamTree:
+  """Returns freshly initialized float32 masters, as a per-layer tree."""
+  specs, treedef = jax.tree.flatten(
+      param_specs(config), is_leaf=lambda leaf: isinstance(leaf, ParamSpec)
+  )
+  keys = jax.random.split(key, len(specs))
+  return treedef.unflatten(
+      jnp.ones(spec.shape)
+      if spec.init == 'ones'
+      else spec.init * jax.random.normal(key, spec.shape)
+      for key, spec in zip(keys, specs, strict=True)
+  )
+
+
+def stack(
+    params: policy.ParamTree, segments: Sequence[int]
+) -> policy.ParamTree:
+  """Returns the tree with its layers stacked into segments of given lengths."""
+  num_layers = len(params['layers'])
+  if sum(segments) != num_layers:
+    raise ValueError(f'Segments {segments} do not add up to {num_layers}.')
+  rest = iter(params['layers'])
+  stacked = tuple(
+      jax.tree.map(
+          lambda *leaves: jnp.stack(leaves), *itertools.islice(rest, length)
+      )
+      for length in segments
+  )
+  return {**params, 'layers': stacked}
+
+
+def unstack(params: policy.ParamTree) -> policy.ParamTree:
+  """Returns the per-layer tree of a stacked one."""
+  per_layer = []
+  for segment in params['layers']:
+    length = jax.tree.leaves(segment)[0].shape[0]
+    per_layer += [
+        jax.tree.map(lambda leaf, i=i: leaf[i], segment) for i in range(length)
+    ]
+  return {**params, 'layers': per_layer}
+
+
+def map_params(
+    fn: Callable[[policy.ParamTree], policy.ParamTree], tree: Any
+) -> Any:
+  """Applies `fn` to every parameter tree inside `tree` (an optimizer state)."""
+  is_params = lambda node: isinstance(node, dict) and 'layers' in node
+  return jax.tree.map(
+      lambda node: fn(node) if is_params(node) else node,
+      tree,
+      is_leaf=is_params,
+  )
+
+
+def forward(
+    config: model_config.ModelConfig,
+    params: policy.ParamTree,
+    tokens: jax.Array,
+    quantizer: policy.Quantizer,
+    *,
+    quantized: policy.ParamTree | None = None,
+) -> jax.Array:
+  """Returns the last hidden states, all positions at once (teacher-forced).
+
+  Args:
+    config: the model.
+    params: stacked masters, or `quantize_params` of them.
+    tokens: `[B, T]` int32, padded on the right.
+    quantizer: decides the precision of every linear.
+    quantized: `quantize_params(quantizer, params)`, where the caller has it;
+      computed here by default.
+
+  Returns:
+    `[B, T, D]` bfloat16, normalized; `logits` makes logits of them.
+  """
+  positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+  hidden, _ = _run(
+      config, params, tokens, positions, quantizer, quantized, None, None
+  )
+  return hidden
+
+
+def prefill(
+    config: model_config.ModelConfig,
+    params: policy.ParamTree,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    quantizer: policy.Quantizer,
+    cache: kv_cache.KVCache,
+) -> tuple[jax.Array, kv_cache.KVCache]:
+  """Runs prompts and fills the cache.
+
+  Args:
+    config: the model.
+    params: `quantize_params` of stacked masters.
+    tokens: `[B, P]` int32, padded on the right.
+    lengths: `[B]` int32 prompt lengths, at least 1.
+    quantizer: decides the precision of every linear.
+    cache: an empty cache of at least P positions.
+
+  Returns:
+    Hidden states `[B, D]` of each row's last token, and the cache.
+  """
+  positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+  hidden, cache = _run(
+      config, params, tokens, positions, quantizer, None, cache, None
+  )
+  last = jnp.take_along_axis(hidden, lengths[:, None, None] - 1, axis=1)
+  return last[:, 0], dataclasses.replace(cache, lengths=lengths)
+
+
+def decode_step(
+    config: model_config.ModelConfig,
+    params: policy.ParamTree,
+    tokens: jax.Array,
+    quantizer: policy.Quantizer,
+    cache: kv_cache.KVCache,
+    live: int,
+) -> tuple[jax.Array, kv_cache.KVCache]:
+  """Runs one more token of every row.
+
+  Args:
+    config: the model.
+    params: `quantize_params` of stacked masters.
+    tokens: `[B]` int32, the tokens at positions `cache.lengths`.
+    quantizer: decides the precision of every linear.
+    cache: the cache.
+    live: how many positions of the cache are attended to; every row's length
+      must be below it.
+
+  Returns:
+    Hidden states `[B, D]` and the cache with lengths one longer.
+  """
+  hidden, cache = _run(
+      config,
+      params,
+      tokens[:, None],
+      cache.lengths[:, None],
+      quantizer,
+      None,
+      cache,
+      live,
+  )
+  return hidden[:, 0], dataclasses.replace(cache, lengths=cache.lengths + 1)
+
+
+def logits(params: policy.ParamTree, hidden: jax.Array) -> jax.Array:
+  """Returns float32 logits `[..., V]` of hidden states `[..., D]`."""
+  table = params.get('lm_head', params['embed_tokens'])
+  return matmul.bfloat16_matmul(hidden.astype(jnp.float32), table)
+
+
+def _run(config, params, tokens, positions, quantizer, quantized, cache, live):
+  """Runs all layers; `live` is None but in a decode step."""
+  if quantized is None and not _holds_qtensors(params):
+    quantized = policy.quantize_params(quantizer, params)
+  all_precisions = policy.segment_precisions(quantizer.policy, params)
+  rope = _rope(config, tokens, positions, cache)
+  x = layers.embed(tokens, params['embed_tokens'])
+  layer = jnp.int32(0)
+  for i, (segment, precisions) in enumerate(
+      zip(params['layers'], all_precisions, strict=True)
+  ):
+    segment_q = {} if quantized is None else _qtensors(quantized['layers'][i])
+
+    def body(carry, weights, precisions=precisions):
+      x, cache, layer = carry
+      weights = layers.LayerWeights(weights[0], weights[1], precisions)
+      with jax.named_scope('attention'):
+        y, cache = _attention(
+            config, weights, x, positions, rope, cache, layer, live
+        )
+      x = layers.add(x, y)
+      with jax.named_scope('mlp'):
+        x = layers.add(x, _mlp(config, weights, x))
+      return (x, cache, layer + 1), None
+
+    (x, cache, layer), _ = lax.scan(
+        body, (x, cache, layer), (segment, segment_q)
+    )
+  return layers.rms_norm(x, params['norm'], config.norm_eps), cache
+
+
+def _attention(config, weights, x, positions, rope, cache, layer, live):
+  heads = lambda t, n: t.reshape(*x.shape[:2], n, config.head_dim)
+  h = layers.rms_norm(x, weights.params['input_layernorm'], config.norm_eps)
+  names = tuple(f'self_attn.{n}_proj' for n in 'qkv')
+  hq = layers.quantize_input(h.reshape(-1, h.shape[-1]), weights, names)
+  q, k, v = (layers.linear(h, weights, name, xq=hq) for name in names)
+  q, k = heads(q, config.num_heads), heads(k, config.num_kv_heads)
+  v = heads(v, config.num_kv_heads).transpose(0, 2, 1, 3)
+  if config.qk_norm:
+    q, k = (
+        layers.rms_norm(t, weights.params[f'self_attn.{n}'], config.norm_eps)
+        for t, n in ((q, 'q_norm'), (k, 'k_norm'))
+    )
+  q = layers.rope(q, *rope, scale=config.head_dim**-0.5)
+  k = layers.rope(k, *rope).transpose(0, 2, 1, 3)
+  if live is not None:
+    cache = kv_cache.write_token(cache, layer, k, v)
+    k, v = kv_cache.read(cache, layer, live)
+  elif cache is not None:
+    cache = kv_cache.write_prompt(cache, layer, k, v)
+  y = layers.attention(q, k, v, positions, config.attention_block)
+  return layers.linear(y, weights, 'self_attn.o_proj'), cache
+
+
+def _mlp(config, weights, x):
+  gain = weights.params['post_attention_layernorm']
+  h = layers.rms_norm(x, gain, config.norm_eps).reshape(-1, x.shape[-1])
+  if not config.num_experts:
+    return layers.mlp(h, weights, 'mlp').reshape(x.shape)
+  y = layers.moe(h, weights, config.experts_per_token)
+  if config.shared_expert_dim:
+    y = layers.add(y, layers.mlp(h, weights, 'mlp.shared_experts'))
+  return exact.to_bfloat16(y).reshape(x.shape)
+
+
+def _rope(config, tokens, positions, cache):
+  length = tokens.shape[1] if cache is None else cache.k.shape[3]
+  cos, sin = layers.rope_table(length, config.head_dim, config.rope_theta)
+  return jnp.asarray(cos)[positions], jnp.asarray(sin)[positions]
+
+
+def _layer_specs(c: model_config.ModelConfig) -> Mapping[str, ParamSpec]:
+  d, head = c.embed_dim, c.head_dim
+  residual = (2 * c.num_layers) ** -0.5  # keeps the residual stream near 1
+
+  def weight(n, k, n_axis, k_axis, experts=0, gain=1.0):
+    lead, axis = ((experts,), ('expert',)) if experts else ((), ())
+    return ParamSpec((*lead, n, k), (*axis, n_axis, k_axis), gain * k**-0.5)
+
+  def mlp(prefix, hidden, experts=0):
+    up = weight(hidden, d, 'mlp', 'embed', experts)
+    return {
+        f'{prefix}.gate_proj': up,
+        f'{prefix}.up_proj': up,
+        f'{prefix}.down_proj': weight(
+            d, hidden, 'embed', 'mlp', experts, residual
+        ),
+    }
+
+  norm = ParamSpec((d,), ('embed',), 'ones')
+  kv = weight(c.num_kv_heads * head, d, 'heads', 'embed')
+  specs = {
+      'input_layernorm': norm,
+      'self_attn.q_proj': weight(c.num_heads * head, d, 'heads', 'embed'),
+      'self_attn.k_proj': kv,
+      'self_attn.v_proj': kv,
+      'self_attn.o_proj': weight(
+          d, c.num_heads * head, 'embed', 'heads', gain=residual
+      ),
+      'post_attention_layernorm': norm,
+  }
+  if c.qk_norm:
+    head_norm = ParamSpec((head,), ('head',), 'ones')
+    specs |= {'self_attn.q_norm': head_norm, 'self_attn.k_norm': head_norm}
+  if not c.num_experts:
+    return specs | mlp('mlp', c.mlp_dim)
+  specs['mlp.gate'] = weight(c.num_experts, d, 'expert', 'embed')
+  specs |= mlp('mlp.experts', c.moe_dim, c.num_experts)
+  if c.shared_expert_dim:
+    specs |= mlp('mlp.shared_experts', c.shared_expert_dim)
+  return specs
+
+
+def _qtensors(segment):
+  return {k: v for k, v in segment.items() if isinstance(v, qtensor.QTensor)}
+
+
+def _holds_qtensors(params):
+  return any(_qtensors(segment) for segment in params['layers'])
