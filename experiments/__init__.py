@@ -1,0 +1,1 @@
+"""One runnable module for each question: `python -m experiments.NAME`."""

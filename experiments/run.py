@@ -1,0 +1,145 @@
+"""What every experiment shares: presets, flags, resume, and the log.
+
+    python -m experiments.NAME PRESET [--flags]
+    python -m experiments.NAME resume WORKDIR [--flags]
+
+A run writes WORKDIR/config.json and one JSON object a line to
+WORKDIR/metrics.jsonl. `resume` takes the run's own configuration; flags go on
+top.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+import json
+import os
+import pathlib
+import sys
+import time
+from typing import Any, Protocol
+
+import tyro
+
+from nvfp4_jax import config
+
+
+class Experiment(Protocol):
+  """A frozen dataclass of flags; every experiment has a `workdir`."""
+
+  @property
+  def workdir(self) -> pathlib.Path:
+    """Where the run is written."""
+
+
+class Log:
+  """The rows of WORKDIR/metrics.jsonl.
+
+  A row is written with one call and flushed; a line that a kill cut short is
+  dropped when the file is opened again.
+  """
+
+  def __init__(self, workdir: pathlib.Path):
+    workdir.mkdir(parents=True, exist_ok=True)
+    self.path = workdir / 'metrics.jsonl'
+
+  def __call__(self, row: Mapping[str, Any]) -> None:
+    """Appends one row."""
+    with self.path.open('a') as file:
+      file.write(json.dumps(row) + '\n')
+
+  def rewind(self, step: int) -> None:
+    """Drops the rows from `step` on, which are going to be written again."""
+    kept = [row for row in read_rows(self.path) if row['step'] < step]
+    write_atomically(self.path, ''.join(json.dumps(r) + '\n' for r in kept))
+
+
+class Progress:
+  """One line that says how far a run is and how long it will take."""
+
+  def __init__(self, name: str, total: int, done: int = 0):
+    self._name, self._total, self._first = name, total, done
+    self._start = self._last = time.monotonic()
+    self._live = sys.stderr.isatty()
+
+  def __call__(self, done: int, text: str) -> None:
+    """Shows that `done` of `total` steps are finished."""
+    now = time.monotonic()
+    if not self._live and now - self._last < 5 and done < self._total:
+      return
+    self._last = now
+    rate = (now - self._start) / max(done - self._first, 1)
+    left = time.strftime('%M:%S', time.gmtime(rate * (self._total - done)))
+    line = f'{self._name} {done}/{self._total}  {text}  left {left}'
+    end = '\n' if done >= self._total or not self._live else '\r'
+    print(line.ljust(79), end=end, file=sys.stderr, flush=True)
+
+
+def read_rows(path: pathlib.Path) -> list[dict[str, Any]]:
+  """Returns the whole rows of a metrics.jsonl, [] if there is none."""
+  if not path.exists():
+    return []
+  lines = path.read_text().split('\n')
+  return [json.loads(line) for line in lines[:-1] if line]
+
+
+def write_atomically(path: pathlib.Path, text: str) -> None:
+  """Replaces a file's content so that a kill leaves the old or the new."""
+  temporary = path.with_name(path.name + '.tmp')
+  temporary.write_text(text)
+  os.replace(temporary, path)
+
+
+def save_config(workdir: pathlib.Path, cfg: Any) -> None:
+  """Writes WORKDIR/config.json."""
+  workdir.mkdir(parents=True, exist_ok=True)
+  text = json.dumps(config.to_json(cfg), indent=2) + '\n'
+  write_atomically(workdir / 'config.json', text)
+
+
+def launch[C: Experiment](
+    main: Callable[[C, Log], None],
+    presets: Mapping[str, tuple[str, C]],
+    args: Sequence[str] | None = None,
+) -> None:
+  """Runs `main` with the configuration that the command line asks for.
+
+  Args:
+    main: takes the configuration and the log.
+    presets: description and configuration by name.
+    args: command line; by default that of the process.
+  """
+  args = list(sys.argv[1:] if args is None else args)
+  if args[:1] == ['resume']:
+    cfg = _resumed(next(iter(presets.values()))[1], args[1:])
+  else:
+    cfg = tyro.extras.overridable_config_cli(
+        dict(presets), args=args, use_underscores=True
+    )
+    _refuse_other_run(cfg)
+  save_config(cfg.workdir, cfg)
+  main(cfg, Log(cfg.workdir))
+
+
+def _resumed(example, args):
+  if not args or args[0].startswith('-'):
+    raise SystemExit('usage: resume WORKDIR [--flags]')
+  path = pathlib.Path(args[0]) / 'config.json'
+  if not path.exists():
+    raise SystemExit(f'{path} does not exist: there is no run to resume.')
+  try:
+    saved = config.from_json(type(example), json.loads(path.read_text()))
+  except ValueError as error:
+    raise SystemExit(f'{path}: {error}') from error
+  saved = dataclasses.replace(saved, workdir=path.parent)
+  return tyro.cli(
+      type(example), default=saved, args=args[1:], use_underscores=True
+  )
+
+
+def _refuse_other_run(cfg):
+  """Keeps a run from being overwritten by one with other flags."""
+  path = cfg.workdir / 'config.json'
+  if path.exists() and json.loads(path.read_text()) != config.to_json(cfg):
+    raise SystemExit(
+        f'{cfg.workdir} holds a run with another configuration. Choose another'
+        f' --workdir, or continue it with: resume {cfg.workdir}'
+    )

@@ -1,0 +1,95 @@
+"""Checkpoints: everything that a run needs to go on, in one atomic step.
+
+A step holds the arrays and a JSON record (cursor, keys, precision policy). A
+step that was cut short is never taken for a whole one: orbax writes to a
+temporary folder and renames it.
+"""
+
+import pathlib
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+_KEEP = 2
+
+
+class PolicyMismatchError(ValueError):
+  """A checkpoint was written under another precision policy."""
+
+
+def save(
+    directory: pathlib.Path, step: int, arrays: Any, record: dict[str, Any]
+) -> None:
+  """Writes a step and waits until it is whole; the last two are kept.
+
+  Args:
+    directory: the run's checkpoint folder; made if need be.
+    step: its number, above those already there.
+    arrays: pytree of arrays; typed keys as `jax.random.key_data`.
+    record: JSON values.
+  """
+  with _manager(directory) as manager:
+    manager.save(
+        step,
+        args=ocp.args.Composite(
+            arrays=ocp.args.StandardSave(arrays),
+            record=ocp.args.JsonSave(record),
+        ),
+    )
+    manager.wait_until_finished()
+
+
+def latest_step(directory: pathlib.Path) -> int | None:
+  """Returns the last whole step, or None."""
+  if not directory.exists():
+    return None
+  with _manager(directory) as manager:
+    return manager.latest_step()
+
+
+def restore(
+    directory: pathlib.Path,
+    like: Any,
+    *,
+    policy: Any = None,
+) -> tuple[Any, dict[str, Any]]:
+  """Returns the arrays and the record of the last whole step.
+
+  Args:
+    directory: the run's checkpoint folder.
+    like: pytree of arrays or ShapeDtypeStructs that the arrays must match.
+    policy: JSON of the precision policy that the caller runs; where given, it
+      must equal the record's `policy`.
+
+  Raises:
+    FileNotFoundError: there is no whole step.
+    PolicyMismatchError: the policies differ.
+  """
+  if latest_step(directory) is None:
+    raise FileNotFoundError(f'No checkpoint in {directory}.')
+  with _manager(directory) as manager:
+    step = manager.latest_step()
+    record = manager.restore(
+        step, args=ocp.args.Composite(record=ocp.args.JsonRestore())
+    )['record']
+    if policy is not None and record.get('policy') != policy:
+      raise PolicyMismatchError(
+          f'The checkpoint in {directory} was written under the precision'
+          f' policy {record.get("policy")}, not under {policy}.'
+      )
+    shapes = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
+    arrays = manager.restore(
+        step,
+        args=ocp.args.Composite(arrays=ocp.args.StandardRestore(shapes)),
+    )['arrays']
+  return arrays, record
+
+
+def _manager(directory):
+  return ocp.CheckpointManager(
+      directory.absolute(),
+      options=ocp.CheckpointManagerOptions(
+          max_to_keep=_KEEP, enable_async_checkpointing=False
+      ),
+  )

@@ -1,0 +1,1 @@
+"""Reinforcement learning: advantages, corrections, losses, learner, loop."""

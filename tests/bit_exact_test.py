@@ -1,0 +1,193 @@
+"""Learner and sampler compute the same bits, whatever the shapes.
+
+The sampler decodes token by token against a cache; the learner runs all
+positions at once. On CPU their log-probs must be equal bit for bit. What
+guards it is listed in `layers`; it is empirical for a version of jaxlib, and
+width 1024 with a cache of another length than the sequence is where it breaks
+first.
+"""
+
+import dataclasses
+import functools
+
+from absl.testing import parameterized
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from nvfp4_jax import policy
+from nvfp4_jax import recipes
+from nvfp4_jax import sampler
+from nvfp4_jax.models import config as model_config
+from nvfp4_jax.models import transformer
+from nvfp4_jax.rl import learner
+from nvfp4_jax.rl import types
+
+TINY = dataclasses.replace(model_config.tiny(16), num_layers=2)
+TINY_SHARED = dataclasses.replace(TINY, shared_expert_dim=32)
+DENSE = dict(num_experts=0, experts_per_token=0, moe_dim=0)
+TINY_DENSE = dataclasses.replace(TINY, mlp_dim=96, **DENSE)
+WIDE = model_config.ModelConfig(
+    vocab_size=300,
+    num_layers=2,
+    embed_dim=1024,
+    num_heads=16,
+    num_kv_heads=4,
+    head_dim=64,
+    num_experts=4,
+    experts_per_token=2,
+    moe_dim=256,
+)
+WIDE_DENSE = dataclasses.replace(WIDE, mlp_dim=512, **DENSE)
+NEW_TOKENS = 12
+
+
+def _quantizers(name):
+  # Two layers: nvfp4_final keeps none of them, so keep the last by hand.
+  recipe = recipes.get(name)
+  if name == 'nvfp4_final':
+    final = dataclasses.replace(recipe.learner, keep_last=0.5)
+    recipe = dataclasses.replace(recipe, learner=final, sampler=final)
+  return policy.Quantizer(recipe.learner), policy.Quantizer(recipe.sampler)
+
+
+@functools.cache
+def _masters(config, name):
+  policies = [quantizer.policy for quantizer in _quantizers(name)]
+  segments = policy.segments(policies, transformer.param_paths(config))
+  params = transformer.init_params(jax.random.key(0), config)
+  # Larger weights than at initialization, so that log-probs are far from flat.
+  return transformer.stack(jax.tree.map(lambda p: 1.5 * p, params), segments)
+
+
+def _prompts(config, batch, longest=20):
+  rng = np.random.default_rng(batch)
+  return sampler.pad_prompts(
+      [
+          rng.integers(1, config.vocab_size, rng.integers(1, longest + 1))
+          for _ in range(batch)
+      ]
+  )
+
+
+def _sample(config, name, batch, cache_length=None):
+  _, quantizer = _quantizers(name)
+  tree = policy.quantize_params(quantizer, _masters(config, name))
+  settings = sampler.SampleConfig(NEW_TOKENS, (0,), cache_length=cache_length)
+  prompts, lengths = _prompts(config, batch)
+  return sampler.generate(
+      config, tree, quantizer, prompts, lengths, jax.random.key(1), settings
+  )
+
+
+def _learn(config, name, tokens):
+  quantizer, _ = _quantizers(name)
+  params = _masters(config, name)
+  tree = policy.quantize_params(quantizer, params)
+  return learner.logprobs(config, params, quantizer, tree, tokens, 1.0)
+
+
+def _differing(completions, logprobs):
+  mask = np.asarray(completions.mask)
+  a = np.asarray(completions.logprobs)[mask]
+  b = np.asarray(logprobs)[:, : mask.shape[1]][mask]
+  return int(np.sum(a != b)), a.size
+
+
+class BitExactTest(chex.TestCase):
+
+  @parameterized.product(
+      config=(TINY, TINY_SHARED, TINY_DENSE), name=('bf16', 'nvfp4_final')
+  )
+  def test_learner_equals_sampler(self, config, name):
+    completions = _sample(config, name, 7)
+    tokens = completions.tokens
+    differing, count = _differing(completions, _learn(config, name, tokens))
+    self.assertGreater(count, 40)
+    self.assertEqual(differing, 0)
+
+  @parameterized.product(
+      config=(WIDE, WIDE_DENSE), name=('bf16', 'nvfp4_final')
+  )
+  def test_learner_equals_sampler_at_width_1024(self, config, name):
+    # A cache of 192 positions for sequences of 44, right padding of 13.
+    completions = _sample(config, name, 5, cache_length=192)
+    tokens = jnp.pad(completions.tokens, ((0, 0), (0, 13)))
+    differing, count = _differing(completions, _learn(config, name, tokens))
+    self.assertGreater(count, 40)
+    self.assertEqual(differing, 0)
+
+  def test_logprobs_do_not_depend_on_batch_size_or_padding(self):
+    completions = _sample(TINY, 'nvfp4_final', 33)
+    whole = _learn(TINY, 'nvfp4_final', completions.tokens)
+    self.assertEqual(_differing(completions, whole)[0], 0)
+    for batch, pad in ((1, 0), (2, 5), (3, 0), (17, 1)):
+      tokens = jnp.pad(completions.tokens[:batch], ((0, 0), (0, pad)))
+      part = _learn(TINY, 'nvfp4_final', tokens)
+      chex.assert_trees_all_equal(
+          part[:, : whole.shape[1]] * completions.mask[:batch],
+          whole[:batch] * completions.mask[:batch],
+      )
+
+  @pytest.mark.slow
+  @parameterized.product(
+      config=(TINY, TINY_DENSE, WIDE, WIDE_DENSE),
+      name=('bf16', 'nvfp4_final'),
+      batch=(1, 2, 3, 4, 6, 11, 16, 25, 33),
+  )
+  def test_learner_equals_sampler_at_many_batch_sizes(
+      self, config, name, batch
+  ):
+    completions = _sample(config, name, batch, cache_length=128)
+    tokens = jnp.pad(completions.tokens, ((0, 0), (0, batch % 7)))
+    differing, _ = _differing(completions, _learn(config, name, tokens))
+    self.assertEqual(differing, 0)
+
+  @parameterized.parameters('bf16', 'nvfp4_final')
+  def test_gradient_step_computes_the_same_logprobs(self, name):
+    completions = _sample(TINY, name, 7)
+    quantizer, _ = _quantizers(name)
+    params = jax.tree.map(jnp.copy, _masters(TINY, name))  # it is donated
+    optimizer = learner.OptimizerConfig()
+    batch = completions.tokens.shape[0]
+    rollout = types.Rollout(
+        tokens=completions.tokens,
+        completion_mask=completions.mask,
+        sampler_logprobs=completions.logprobs,
+        temperature=jnp.float32(1.0),
+        rewards=jnp.ones(batch),
+        group=jnp.zeros(batch, jnp.int32),
+        version=jnp.zeros(completions.tokens.shape, jnp.int32),
+    )
+    _, logprobs, metrics = learner.train_step(
+        TINY,
+        optimizer,
+        learner.GRPOConfig(),
+        learner.init_state(params, optimizer),
+        quantizer,
+        policy.quantize_params(quantizer, params),
+        types.Batch(rollout, jnp.linspace(-1, 1, batch), None, None),
+    )
+    self.assertEqual(_differing(completions, logprobs)[0], 0)
+    self.assertEqual(float(metrics['mismatch_abs_logprob']), 0.0)
+    self.assertEqual(float(metrics['tis_weight_mean']), 1.0)
+
+  def test_naive_recipe_differs(self):
+    completions = _sample(TINY, 'nvfp4_naive', 7)
+    logprobs = _learn(TINY, 'nvfp4_naive', completions.tokens)
+    differing, count = _differing(completions, logprobs)
+    self.assertGreater(differing, 0.9 * count)
+
+  def test_on_the_fly_weights_equal_quantize_params(self):
+    params = _masters(TINY, 'nvfp4_final')
+    quantizer, _ = _quantizers('nvfp4_final')
+    tokens, _ = _prompts(TINY, 5)
+    tree = policy.quantize_params(quantizer, params)
+    run = lambda p, q: jax.jit(transformer.forward, static_argnums=0)(
+        TINY, p, tokens, quantizer, quantized=q
+    )
+    want = run(params, tree)
+    chex.assert_trees_all_equal(run(params, None), want)
+    chex.assert_trees_all_equal(run(tree, None), want)
