@@ -12,6 +12,7 @@ recipes in `compare` do so in a subfolder each.
 
 import dataclasses
 import pathlib
+import sys
 
 import jax
 import numpy as np
@@ -45,14 +46,14 @@ class Config:
       learning_rate=1e-3
   )
   grpo: learner.GRPOConfig = learner.GRPOConfig()
-  steps: int = 100  # rollouts
+  steps: int = 40  # rollouts
   prompts_per_step: int = 16
   group_size: int = 8
   updates_per_rollout: int = 1
   temperature: float = 1.0
-  eval_interval: int = 25  # held-out accuracy every so many steps
+  eval_interval: int = 10  # held-out accuracy every so many steps
   eval_problems: int = 256
-  save_interval: int = 25
+  save_interval: int = 20
   seed: int = 0  # of warm start and sampling
 
   def __post_init__(self):
@@ -72,6 +73,7 @@ PRESETS = {
         'smoke',
         'Seconds on a CPU; run by the tests.',
         supervised=sft.PRESETS['smoke'][1],
+        model=dataclasses.replace(model_config.tiny(16), num_layers=2),
         task=tasks.TaskConfig(digits=3),
         steps=4,
         prompts_per_step=4,
@@ -100,8 +102,11 @@ def main(cfg: Config, log: run.Log) -> None:
     )
     run.save_config(other.workdir, other)
     train(other, warm, run.Log(other.workdir))
-  runs = {name: cfg.workdir / name for name in cfg.compare}
-  plots.grpo({cfg.recipe: cfg.workdir, **runs}, cfg.workdir / 'figures')
+  runs = {name: [cfg.workdir / name] for name in cfg.compare}
+  path = plots.grpo(
+      {cfg.recipe: [cfg.workdir], **runs}, cfg.workdir / 'figures'
+  )
+  print(f'Figure: {path}', file=sys.stderr)
 
 
 def train(cfg: Config, warm: policy.ParamTree, log: run.Log) -> None:

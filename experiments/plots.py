@@ -1,6 +1,13 @@
-"""Figures, drawn from the rows of metrics.jsonl and from nothing else."""
+"""Figures, drawn from the rows of metrics.jsonl and from nothing else.
 
-from collections.abc import Mapping
+    python -m experiments.plots --runs results/demo/seed* --folder=results/demo
+
+draws one picture of several runs of the demo, a line each and their mean.
+"""
+
+from collections.abc import Mapping, Sequence
+import dataclasses
+import json
 import pathlib
 
 import matplotlib
@@ -9,44 +16,69 @@ matplotlib.use('agg')  # before pyplot: no display is needed
 
 import matplotlib.pyplot as plt
 import numpy as np
+import tyro
 
 from experiments import run
 
 _SMOOTHING = 5
 
 
+@dataclasses.dataclass(frozen=True)
+class Config:
+  """Flags."""
+
+  runs: tuple[pathlib.Path, ...]  # workdirs of experiments.grpo
+  folder: pathlib.Path  # where grpo.png is written
+
+
+def main(cfg: Config) -> None:
+  """Draws `grpo` of runs and of the runs in their subfolders."""
+  workdirs: dict[str, list[pathlib.Path]] = {}
+  for workdir in cfg.runs:
+    for path in sorted(workdir.glob('**/config.json')):
+      recipe = json.loads(path.read_text()).get('recipe')
+      if recipe is not None:  # a warm start has none
+        workdirs.setdefault(recipe, []).append(path.parent)
+  print(grpo(workdirs, cfg.folder))
+
+
 def grpo(
-    workdirs: Mapping[str, pathlib.Path], folder: pathlib.Path
+    workdirs: Mapping[str, Sequence[pathlib.Path]], folder: pathlib.Path
 ) -> pathlib.Path:
   """Draws reward, held-out accuracy and mismatch of GRPO runs.
 
   Args:
-    workdirs: each run's folder, by the name of its recipe.
+    workdirs: the folders of each recipe's runs, one for each seed.
     folder: where `grpo.png` is written.
 
   Returns:
     The picture's path.
   """
-  rows = {name: _rows(workdir) for name, workdir in workdirs.items()}
   figure, axes = plt.subplots(1, 3, figsize=(12, 3.4), layout='constrained')
-  for name, run_rows in rows.items():
-    steps = [row['step'] for row in run_rows]
-    reward = _smooth([row['reward'] for row in run_rows])
-    axes[0].plot(steps, reward, label=name)
-    scored = [row for row in run_rows if 'greedy_accuracy' in row]
-    at = [row['step'] for row in scored]
-    line = axes[1].plot(at, [r['greedy_accuracy'] for r in scored], label=name)
-    axes[1].plot(
-        at, [r['pass_at_1'] for r in scored], ':', color=line[0].get_color()
-    )
-    axes[2].plot(
-        steps, [row['mismatch_abs_logprob'] for row in run_rows], label=name
-    )
+  for i, (name, folders) in enumerate(workdirs.items()):
+    rows = [_rows(workdir) for workdir in folders]
+    scored = [[r for r in seed if 'greedy_accuracy' in r] for seed in rows]
+    color = f'C{i}'
+    _curves(axes[0], rows, 'reward', color, smooth=True, label=name)
+    _curves(axes[1], scored, 'greedy_accuracy', color)
+    _curves(axes[1], scored, 'pass_at_1', color, style=':')
+    _curves(axes[2], rows, 'mismatch_abs_logprob', color)
   _label(axes[0], 'reward', f'mean of {_SMOOTHING} rollouts')
   _label(axes[1], 'held-out accuracy', 'greedy (solid), sampled (dotted)')
   _label(axes[2], 'mismatch', 'mean |log-prob gap|, nats')
   axes[0].legend(frameon=False)
   return _save(figure, folder / 'grpo.png')
+
+
+def _curves(axis, seeds, key, color, *, style='-', smooth=False, label=None):
+  """Draws a value of each seed, thin, and the mean over seeds."""
+  steps = [row['step'] for row in seeds[0]]
+  values = np.array([[row[key] for row in rows] for rows in seeds])
+  if smooth:
+    values = np.array([_smooth(line) for line in values])
+  if len(seeds) > 1:
+    axis.plot(steps, values.T, style, color=color, alpha=0.25, linewidth=0.8)
+  axis.plot(steps, values.mean(0), style, color=color, label=label)
 
 
 def _rows(workdir):
@@ -74,3 +106,7 @@ def _save(figure, path):
   figure.savefig(path, dpi=150)
   plt.close(figure)
   return path
+
+
+if __name__ == '__main__':
+  main(tyro.cli(Config, use_underscores=True))

@@ -40,6 +40,8 @@ class Log:
   def __init__(self, workdir: pathlib.Path):
     workdir.mkdir(parents=True, exist_ok=True)
     self.path = workdir / 'metrics.jsonl'
+    if self.path.exists() and not self.path.read_bytes().endswith(b'\n'):
+      self._write(read_rows(self.path))
 
   def __call__(self, row: Mapping[str, Any]) -> None:
     """Appends one row."""
@@ -49,7 +51,11 @@ class Log:
   def rewind(self, step: int) -> None:
     """Drops the rows from `step` on, which are going to be written again."""
     kept = [row for row in read_rows(self.path) if row['step'] < step]
-    write_atomically(self.path, ''.join(json.dumps(r) + '\n' for r in kept))
+    self._write(kept)
+
+  def _write(self, rows):
+    text = ''.join(json.dumps(row) + '\n' for row in rows)
+    write_atomically(self.path, text)
 
 
 class Progress:

@@ -47,6 +47,7 @@ PRESETS = {
         Config(
             workdir=pathlib.Path('runs/sft_smoke'),
             task=tasks.TaskConfig(digits=3),
+            model=dataclasses.replace(model_config.tiny(16), num_layers=2),
             steps=4,
             batch=8,
             save_interval=2,

@@ -28,13 +28,21 @@ def save(
     step: its number, above those already there.
     arrays: pytree of arrays; typed keys as `jax.random.key_data`.
     record: JSON values.
+
+  Raises:
+    ValueError: the step is not above the last one.
   """
   with _manager(directory) as manager:
+    latest = manager.latest_step()
+    if latest is not None and step <= latest:
+      raise ValueError(f'Step {step} is not above {latest}, the last one.')
     manager.save(
         step,
         args=ocp.args.Composite(
             arrays=ocp.args.StandardSave(arrays),
-            record=ocp.args.JsonSave(record),
+            record=ocp.args.JsonSave(
+                {'record': record, 'dtypes': _dtypes(arrays)}
+            ),
         ),
     )
     manager.wait_until_finished()
@@ -65,25 +73,44 @@ def restore(
   Raises:
     FileNotFoundError: there is no whole step.
     PolicyMismatchError: the policies differ.
+    ValueError: an array has another shape, dtype or place than in `like`.
   """
   if latest_step(directory) is None:
     raise FileNotFoundError(f'No checkpoint in {directory}.')
   with _manager(directory) as manager:
     step = manager.latest_step()
-    record = manager.restore(
+    saved = manager.restore(
         step, args=ocp.args.Composite(record=ocp.args.JsonRestore())
     )['record']
+    record = saved['record']
     if policy is not None and record.get('policy') != policy:
       raise PolicyMismatchError(
           f'The checkpoint in {directory} was written under the precision'
           f' policy {record.get("policy")}, not under {policy}.'
       )
     shapes = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
+    _check_dtypes(saved['dtypes'], _dtypes(shapes))
     arrays = manager.restore(
         step,
         args=ocp.args.Composite(arrays=ocp.args.StandardRestore(shapes)),
     )['arrays']
   return arrays, record
+
+
+def _dtypes(arrays):
+  """Returns the dtype of each array by its place in the tree."""
+  return {
+      jax.tree_util.keystr(path): str(leaf.dtype)
+      for path, leaf in jax.tree.leaves_with_path(arrays)
+  }
+
+
+def _check_dtypes(saved, wanted):
+  """Raises where orbax would cast an array, or not find it."""
+  for place in sorted({*saved, *wanted}):
+    found, want = saved.get(place), wanted.get(place)
+    if found != want:
+      raise ValueError(f'{place} is saved as {found}, not as {want}.')
 
 
 def _manager(directory):

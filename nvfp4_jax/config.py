@@ -27,38 +27,27 @@ def from_json[T](cls: type[T], data: dict[str, Any]) -> T:
   """Returns a `cls` built from JSON values.
 
   Args:
-    cls: a dataclass; nested dataclasses, tuples, paths, Literal and optional
-      fields are understood.
+    cls: a dataclass; nested dataclasses, tuples, paths, Literal, aliases and
+      optional fields are understood.
     data: what `to_json` returned. A missing field takes its default.
 
   Raises:
-    ValueError: an unknown field, or a value that its field cannot hold.
+    ValueError: an unknown field, a missing one without default, or a value that
+      its field cannot hold; it is named.
   """
   return _read(cls, data, cls.__name__)
 
 
 def _read(kind, value, where):
+  if isinstance(kind, typing.TypeAliasType):
+    kind = kind.__value__
   if dataclasses.is_dataclass(kind):
-    if not isinstance(value, dict):
-      raise ValueError(f'{where}: {value!r} is not a {kind.__name__}.')
-    hints = typing.get_type_hints(kind)
-    fields = {f.name for f in dataclasses.fields(kind) if f.init}
-    unknown = sorted(set(value) - fields)
-    if unknown:
-      raise ValueError(
-          f'{where} has no field {unknown}; it has {sorted(fields)}.'
-      )
-    return kind(
-        **{
-            name: _read(hints[name], item, f'{where}.{name}')
-            for name, item in value.items()
-        }
-    )
+    return _read_dataclass(kind, value, where)
   origin, args = typing.get_origin(kind), typing.get_args(kind)
   if origin in (typing.Union, types.UnionType):
     return _read_union(args, value, where)
   if origin is Literal:
-    if value in args:
+    if any(value == arg and type(value) is type(arg) for arg in args):
       return value
   elif origin is tuple and isinstance(value, list | tuple):
     kinds = [args[0]] * len(value) if args[-1:] == (...,) else args
@@ -78,7 +67,38 @@ def _read(kind, value, where):
   raise ValueError(f'{where}: {value!r} is not a {kind}.')
 
 
+def _read_dataclass(kind, value, where):
+  if not isinstance(value, dict):
+    raise ValueError(f'{where}: {value!r} is not a {kind.__name__}.')
+  hints = typing.get_type_hints(kind)
+  fields = {f.name: f for f in dataclasses.fields(kind) if f.init}
+  unknown = sorted(set(value) - set(fields))
+  if unknown:
+    raise ValueError(
+        f'{where} has no field {unknown}; it has {sorted(fields)}.'
+    )
+  missing = sorted(
+      name
+      for name, field in fields.items()
+      if name not in value
+      and field.default is dataclasses.MISSING
+      and field.default_factory is dataclasses.MISSING
+  )
+  if missing:
+    raise ValueError(f'{where} lacks {missing}, which have no default.')
+  return kind(
+      **{
+          name: _read(hints[name], item, f'{where}.{name}')
+          for name, item in value.items()
+      }
+  )
+
+
 def _read_union(args, value, where):
+  if isinstance(value, dict):  # so that an error names the inner field
+    for kind in args:
+      if dataclasses.is_dataclass(kind):
+        return _read(kind, value, where)
   for kind in args:
     try:
       return _read(kind, value, where)

@@ -23,7 +23,8 @@ def kl_k3(a: jax.Array, b: jax.Array, mask: jax.Array) -> jax.Array:
 
   Reference: Schulman, "Approximating KL Divergence" (2020).
   """
-  x = jnp.clip(a - b, -_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+  x = jnp.where(mask, a - b, 0.0)  # before exp: no NaN in the gradient
+  x = jnp.clip(x, -_MAX_LOG_RATIO, _MAX_LOG_RATIO)
   return _masked_mean(jnp.expm1(x) - x, mask)
 
 

@@ -211,17 +211,14 @@ def _codes(blocks, scale, global_scale):
 def _four_over_six(blocks, block_amax, amax, encode, global_scale, spec):
   """Returns codes and block scales of the better of the two candidates."""
   base = exact.multiply(exact.divide(block_amax, 6.0), encode)
-  candidates = []
-  for scale in (base, exact.multiply(base, 1.5)):
-    scale = formats.encode_e4m3(scale)
-    codes = _codes(blocks, scale, global_scale)
-    error = _block_error(blocks, codes, scale, amax, spec)
-    candidates.append((codes, scale, error))
-  (codes6, scale6, error6), (codes4, scale4, error4) = candidates
-  four = error4 < error6
+  candidates = jnp.stack([base, exact.multiply(base, 1.5)])
+  scales = formats.encode_e4m3(candidates)
+  codes = _codes(blocks, scales, global_scale)
+  to_six, to_four = _block_error(blocks, codes, scales, amax, spec)
+  four = to_four < to_six
   return (
-      jnp.where(four[..., None], codes4, codes6),
-      jnp.where(four, scale4, scale6),
+      jnp.where(four[..., None], codes[1], codes[0]),
+      jnp.where(four, scales[1], scales[0]),
   )
 
 

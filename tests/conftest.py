@@ -1,6 +1,24 @@
-"""Skips the tests that this machine cannot run."""
+"""Skips the tests that this machine cannot run; shares compiled programs."""
+
+import os
+import tempfile
 
 import pytest
+
+_cache = tempfile.TemporaryDirectory(prefix='nvfp4_jax_test_cache')
+
+
+def pytest_configure():
+  """Lets the processes that tests start find what was compiled before.
+
+  JAX reads these variables when it is imported, which has not happened yet.
+  """
+  os.environ['JAX_COMPILATION_CACHE_DIR'] = _cache.name
+  os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0.5'
+
+
+def pytest_unconfigure():
+  _cache.cleanup()
 
 
 def pytest_collection_modifyitems(items):

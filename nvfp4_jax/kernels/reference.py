@@ -8,6 +8,8 @@ whose trip count is the number of blocks really needed: the work grows with
 rows, not with rows times experts, as it does in `lax.ragged_dot` on CPU.
 """
 
+from typing import NamedTuple
+
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -65,17 +67,18 @@ def wgrad(
   rows = x.shape[0]
   block = _block_rows(rows, group_sizes.shape[0])
   dy, x = _pad_rows(dy, block), _pad_rows(x, block)
+  plan = _plan_blocks(group_sizes, rows, block)
 
   def add_block(i, dw):
-    group, start, size = _block(i, group_sizes, block)
-    live = (jnp.arange(block) < size)[:, None]
+    group, start = plan.group[i], plan.start[i]
+    live = (jnp.arange(block) < plan.size[i])[:, None]
     dy_block = lax.dynamic_slice_in_dim(dy, start, block)
     x_block = lax.dynamic_slice_in_dim(x, start, block)
     part = _dot(jnp.where(live, dy_block, 0), x_block, _FIRST)
     return dw.at[group].add(part)
 
   dw = jnp.zeros((group_sizes.shape[0], dy.shape[1], x.shape[1]), jnp.float32)
-  return lax.fori_loop(0, _num_blocks(group_sizes, block), add_block, dw)
+  return lax.fori_loop(0, plan.count, add_block, dw)
 
 
 def _dot(x, w, dimension_numbers):
@@ -98,16 +101,17 @@ def _for_each_block(x, w, group_sizes, dimension_numbers, features):
   rows = x.shape[0]
   block = _block_rows(rows, group_sizes.shape[0])
   x = _pad_rows(x, block)
+  plan = _plan_blocks(group_sizes, rows, block)
 
   def write_block(i, y):
-    group, start, _ = _block(i, group_sizes, block)
+    start = plan.start[i]
     x_block = lax.dynamic_slice_in_dim(x, start, block)
-    y_block = _dot(x_block, w[group], dimension_numbers)
+    y_block = _dot(x_block, w[plan.group[i]], dimension_numbers)
     # A block's surplus rows are overwritten by the next block.
     return lax.dynamic_update_slice_in_dim(y, y_block, start, 0)
 
   y = jnp.zeros((rows + block, features), jnp.float32)
-  y = lax.fori_loop(0, _num_blocks(group_sizes, block), write_block, y)
+  y = lax.fori_loop(0, plan.count, write_block, y)
   live = jnp.arange(rows) < jnp.sum(group_sizes)
   return jnp.where(live[:, None], y[:rows], 0.0)
 
@@ -118,18 +122,41 @@ def _block_rows(rows, groups):
   return min(max(1 << (mean - 1).bit_length(), 8), 128)
 
 
-def _num_blocks(group_sizes, block):
-  return jnp.sum((group_sizes + block - 1) // block)
+class _Plan(NamedTuple):
+  """Blocks of rows that lie in one group each.
+
+  Attributes:
+    count: number of blocks.
+    group: each block's group; so are `start`, its first row, and `size`, the
+      number of rows from there to the end of the group.
+    start: see there.
+    size: see there.
+  """
+
+  count: jax.Array
+  group: jax.Array
+  start: jax.Array
+  size: jax.Array
 
 
-def _block(i, group_sizes, block):
-  """Returns group, first row and number of live rows of the i-th block."""
-  ends = jnp.cumsum((group_sizes + block - 1) // block)
-  group = jnp.sum(ends <= i)
-  blocks_before = jnp.where(group > 0, ends[group - 1], 0)
-  offset = (i - blocks_before) * block
-  start = jnp.sum(jnp.where(jnp.arange(ends.size) < group, group_sizes, 0))
-  return group, start + offset, group_sizes[group] - offset
+def _plan_blocks(group_sizes, rows, block):
+  """Returns the plan; arrays are as long as the most blocks there can be."""
+  groups = group_sizes.shape[0]
+  blocks = (group_sizes + block - 1) // block
+  before = jnp.tri(groups, k=-1, dtype=jnp.int32)  # [i, j]: j comes before i
+  first_block = jnp.sum(before * blocks, axis=1)
+  first_row = jnp.sum(before * group_sizes, axis=1)
+  index = jnp.arange(rows // block + groups)
+  ends = first_block + blocks
+  group = jnp.sum(ends <= index[:, None], axis=1)
+  group = jnp.minimum(group, groups - 1)
+  offset = (index - first_block[group]) * block
+  return _Plan(
+      count=jnp.sum(blocks),
+      group=group,
+      start=first_row[group] + offset,
+      size=group_sizes[group] - offset,
+  )
 
 
 def _group_of_row(group_sizes, rows):

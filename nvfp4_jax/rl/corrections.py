@@ -39,7 +39,7 @@ def token_tis(
   chex.assert_equal_shape([learner_logprobs, sampler_logprobs, mask])
   if not cap >= 1:
     raise ValueError(f'TIS cap {cap} is below 1.')
-  log_ratio = jax.lax.stop_gradient(learner_logprobs) - sampler_logprobs
+  log_ratio = jax.lax.stop_gradient(learner_logprobs - sampler_logprobs)
   usable = mask & jnp.isfinite(log_ratio)
   log_ratio = jnp.where(usable, log_ratio, 0.0)
   log_ratio = jnp.clip(log_ratio, -_MAX_LOG_RATIO, _MAX_LOG_RATIO)

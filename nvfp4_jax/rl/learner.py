@@ -106,7 +106,7 @@ def train_step(
     quantizer: policy.Quantizer,
     quantized: policy.ParamTree,
     batch: types.Batch,
-) -> tuple[types.TrainState, jax.Array, Metrics]:
+) -> tuple[types.TrainState, Metrics]:
   """Makes one update.
 
   Args:
@@ -119,8 +119,10 @@ def train_step(
     batch: what to learn from.
 
   Returns:
-    The new state, the learner's log-probs `[B, T]` at the old weights, and
-    float32 scalar metrics.
+    The new state and float32 scalar metrics.
+
+  Raises:
+    ValueError: kl_coef is not 0 and the batch has no reference log-probs.
   """
 
   def loss_fn(params):
@@ -132,12 +134,11 @@ def train_step(
         batch.rollout.tokens,
         batch.rollout.temperature,
     )
-    loss, metrics = _loss(grpo, batch, new, entropy)
-    return loss, (jax.lax.stop_gradient(new), metrics)
+    return _loss(grpo, batch, new, entropy)
 
-  gradients, (new, metrics) = jax.grad(loss_fn, has_aux=True)(state.params)
+  gradients, metrics = jax.grad(loss_fn, has_aux=True)(state.params)
   state, grad_norm = _apply(optimizer, state, gradients)
-  return state, new, metrics | {'grad_norm': grad_norm}
+  return state, metrics | {'grad_norm': grad_norm}
 
 
 @functools.partial(
@@ -209,6 +210,8 @@ def _loss(grpo, batch, new, entropy):
       'mismatch_abs_logprob': diagnostics.logprob_gap(old, sampler, mask),
       'mismatch_kl': diagnostics.kl_k3(old, sampler, mask),
   }
+  if batch.ref_logprobs is None and grpo.kl_coef:
+    raise ValueError(f'kl_coef {grpo.kl_coef} needs ref_logprobs.')
   if batch.ref_logprobs is not None:
     ref_kl = diagnostics.kl_k3(batch.ref_logprobs, new, mask)
     loss = loss + grpo.kl_coef * ref_kl
@@ -225,4 +228,4 @@ def _apply(optimizer, state, gradients):
       params=optax.apply_updates(state.params, updates),
       opt_state=opt_state,
   )
-  return state, optax.global_norm(gradients)
+  return state, optax.tree.norm(gradients)

@@ -155,10 +155,20 @@ def train_rollout(
   rolled, completions = rollout(
       cfg, task, quantizers.sampler, synced.sampler, cursor, version, step
   )
+  old_logprobs = None
+  if cfg.updates_per_rollout > 1:
+    old_logprobs = learner.logprobs(
+        cfg.model,
+        state.params,
+        quantizers.learner,
+        synced.learner,
+        rolled.tokens,
+        cfg.temperature,
+    )
   batch = types.Batch(
       rollout=rolled,
       advantages=advantages.group_relative(rolled.rewards, rolled.group),
-      old_logprobs=None,
+      old_logprobs=old_logprobs,
       ref_logprobs=learner.logprobs(
           cfg.model,
           reference,
@@ -171,7 +181,7 @@ def train_rollout(
   history = []
   for _ in range(cfg.updates_per_rollout):
     staleness = int(state.step) - version
-    state, logprobs, metrics = learner.train_step(
+    state, metrics = learner.train_step(
         cfg.model,
         cfg.optimizer,
         cfg.grpo,
@@ -180,8 +190,6 @@ def train_rollout(
         synced.learner,
         batch,
     )
-    if batch.old_logprobs is None:
-      batch = dataclasses.replace(batch, old_logprobs=logprobs)
     synced = sync(quantizers, state.params)
     row = {name: float(value) for name, value in metrics.items()}
     history.append({**row, 'staleness': staleness})

@@ -37,8 +37,7 @@ class Batch:
     rollout: the rollout.
     advantages: `[B]` float32.
     old_logprobs: `[B, T]` float32, the learner's own log-probs at the sampling
-      weights; None in the first update on a rollout, where they are the
-      current ones.
+      weights; None for a single update, which they are computed in.
     ref_logprobs: `[B, T]` float32 of the reference policy, or None.
   """
 

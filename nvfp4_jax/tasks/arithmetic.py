@@ -88,7 +88,8 @@ class Arithmetic:
 
     A fixed fifth of the facts (which sum, for which state and digits) is wrong,
     always in the same way; where one is met, it is used with `probability`,
-    and the steps after it go on from there. A policy trained on this has
+    and the steps after it go on from there (in addition a wrong digit leaves
+    the carry right). A policy trained on this has
     something to unlearn: reinforcement can teach it more than to be certain.
     """
     wrong = _wrong_facts()

@@ -1,0 +1,145 @@
+"""The GRPO experiment: smoke preset, presets, kill and resume."""
+
+import dataclasses
+import pathlib
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+
+from absl.testing import parameterized
+import numpy as np
+
+from experiments import grpo
+from experiments import run
+from experiments import sft
+from nvfp4_jax import checkpoint
+from nvfp4_jax import recipes
+
+KEYS = {
+    'step',
+    'reward',
+    'grad_norm',
+    'entropy',
+    'mismatch_abs_logprob',
+    'mismatch_kl',
+    'ref_kl',
+    'clip_fraction',
+    'tis_weight_mean',
+    'staleness',
+    'response_length',
+    'truncated_fraction',
+    'tokens_per_second',
+    'seconds',
+}
+TIMES = {'seconds', 'tokens_per_second'}
+FLAGS = ('--steps=6', '--updates_per_rollout=2', '--save_interval=2')
+
+
+def _timeless(rows):
+  return [{k: v for k, v in row.items() if k not in TIMES} for row in rows]
+
+
+class GrpoTest(parameterized.TestCase):
+
+  @classmethod
+  def setUpClass(cls):
+    super().setUpClass()
+    folder = tempfile.TemporaryDirectory()
+    cls.addClassCleanup(folder.cleanup)
+    cls.folder = pathlib.Path(folder.name)
+    cls.workdir = cls.folder / 'whole'
+    args = ['smoke', f'--workdir={cls.workdir}', *FLAGS]
+    run.launch(grpo.main, grpo.PRESETS, args)
+    cls.rows = run.read_rows(cls.workdir / 'metrics.jsonl')
+
+  def test_rows_have_the_agreed_keys_and_finite_values(self):
+    self.assertEqual([row['step'] for row in self.rows], list(range(6)))
+    for row in self.rows:
+      scored = {'pass_at_1', 'greedy_accuracy'} & set(row)
+      self.assertEqual(set(row) - scored, KEYS)
+      self.assertTrue(all(np.isfinite(value) for value in row.values()), row)
+    self.assertEqual(
+        [row['step'] for row in self.rows if 'pass_at_1' in row], [0, 2, 4, 5]
+    )
+
+  def test_learner_and_sampler_agree_bit_for_bit_in_every_row(self):
+    for row in self.rows:
+      self.assertEqual(row['mismatch_abs_logprob'], 0.0)
+      self.assertEqual(row['mismatch_kl'], 0.0)
+      self.assertEqual(row['tis_weight_mean'], 1.0)
+
+  def test_staleness_counts_the_updates_on_a_rollout(self):
+    self.assertEqual({row['staleness'] for row in self.rows}, {0.5})
+
+  def test_run_leaves_config_checkpoint_and_figure(self):
+    self.assertEqual(
+        checkpoint.latest_step((self.workdir / 'checkpoints').absolute()), 6
+    )
+    figure = self.workdir / 'figures' / 'grpo.png'
+    self.assertEqual(figure.read_bytes()[:4], b'\x89PNG')
+    self.assertTrue((self.workdir / 'config.json').exists())
+
+  def test_resuming_a_finished_run_changes_nothing(self):
+    before = (self.workdir / 'metrics.jsonl').read_bytes()
+    run.launch(grpo.main, grpo.PRESETS, ['resume', str(self.workdir)])
+    self.assertEqual((self.workdir / 'metrics.jsonl').read_bytes(), before)
+
+  def test_checkpoint_of_another_recipe_is_refused(self):
+    cfg = dataclasses.replace(
+        grpo.PRESETS['smoke'][1], workdir=self.workdir, recipe='bf16'
+    )
+    warm = grpo._warm_start(dataclasses.replace(cfg, seed=0))
+    with self.assertRaisesRegex(
+        checkpoint.PolicyMismatchError, 'another|not under'
+    ):
+      grpo.train(cfg, warm, run.Log(self.folder / 'other'))
+
+  def test_killed_run_goes_on_as_if_it_had_not_been(self):
+    workdir = self.folder / 'killed'
+    command = ['smoke', f'--workdir={workdir}', *FLAGS]
+    # In the warm start; between two checkpoints; while a checkpoint is written.
+    moments = (
+        lambda: len(run.read_rows(workdir / 'warm_start/metrics.jsonl')) >= 3,
+        lambda: len(run.read_rows(workdir / 'metrics.jsonl')) >= 3,
+        lambda: len(list((workdir / 'checkpoints').glob('*4*'))) > 0,
+    )
+    for moment in moments:
+      process = self._start(command)
+      while not moment() and process.poll() is None:
+        time.sleep(0.002)
+      process.send_signal(signal.SIGKILL)
+      self.assertEqual(process.wait(), -signal.SIGKILL)
+      command = ['resume', str(workdir)]
+    self.assertEqual(self._start(command).wait(), 0)
+    rows = run.read_rows(workdir / 'metrics.jsonl')
+    self.assertEqual(_timeless(rows), _timeless(self.rows))
+
+  def test_every_recipe_has_a_preset(self):
+    self.assertContainsSubset({'smoke', 'demo', *recipes.RECIPES}, grpo.PRESETS)
+    for name in recipes.RECIPES:
+      self.assertEqual(grpo.PRESETS[name][1].recipe, name)
+    with self.assertRaisesRegex(ValueError, "'nvfp4_finale' is not one of"):
+      dataclasses.replace(grpo.PRESETS['smoke'][1], recipe='nvfp4_finale')
+
+  def test_missing_warm_start_is_an_error(self):
+    args = [
+        'smoke',
+        f'--workdir={self.folder / "none"}',
+        f'--warm_start={self.folder / "nowhere"}',
+    ]
+    with self.assertRaisesRegex(FileNotFoundError, 'No finished warm start'):
+      run.launch(grpo.main, grpo.PRESETS, args)
+
+  def test_supervised_smoke_preset_lowers_the_loss(self):
+    workdir = self.folder / 'sft'
+    run.launch(sft.main, sft.PRESETS, ['smoke', f'--workdir={workdir}'])
+    losses = [r['loss'] for r in run.read_rows(workdir / 'metrics.jsonl')]
+    self.assertLess(losses[-1], losses[0])
+
+  def _start(self, args):
+    return subprocess.Popen(
+        [sys.executable, '-m', 'experiments.grpo', *args],
+        stderr=subprocess.DEVNULL,
+    )
