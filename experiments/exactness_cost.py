@@ -1,0 +1,180 @@
+"""What it costs that learner and sampler compute the same bits.
+
+    python -m experiments.exactness_cost smoke
+    python -m experiments.exactness_cost figure     # the table in the README
+
+Times the learner's forward pass, an update and a rollout as they are, and with
+plain XLA in place of the functions of `nvfp4_jax.exact` that fix the order of
+sums and the rounding points (jnp.sum, jnp.exp, no fences, attention in one
+block). Both are compiled ahead, then run in turn; a row holds the ratio of the
+medians. Quantization is the same in both.
+"""
+
+from collections.abc import Callable
+import contextlib
+import dataclasses
+import pathlib
+import time
+from unittest import mock
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments import run
+from nvfp4_jax import exact
+from nvfp4_jax import policy
+from nvfp4_jax import recipes
+from nvfp4_jax import sampler
+from nvfp4_jax.models import config as model_config
+from nvfp4_jax.models import transformer
+from nvfp4_jax.rl import learner
+from nvfp4_jax.rl import types
+
+type Programs = dict[str, Callable[[], object]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+  """Flags."""
+
+  workdir: pathlib.Path = pathlib.Path('runs/exactness_cost')
+  recipes: tuple[str, ...] = ('bf16', 'nvfp4_final')
+  models: tuple[model_config.ModelConfig, ...] = (
+      model_config.tiny(16),
+      dataclasses.replace(
+          model_config.tiny(1024),
+          num_layers=2,
+          embed_dim=512,
+          num_heads=8,
+          head_dim=64,
+          moe_dim=256,
+          attention_block=64,
+      ),
+  )
+  batches: tuple[int, ...] = (128, 16)  # one for each model
+  prompt_length: int = 16
+  new_tokens: int = 16
+  repeats: int = 9
+
+
+PRESETS = {
+    'smoke': (
+        'Seconds on a CPU; run by the tests.',
+        Config(
+            workdir=pathlib.Path('runs/exactness_cost_smoke'),
+            recipes=('bf16',),
+            models=(dataclasses.replace(model_config.tiny(16), num_layers=1),),
+            batches=(4,),
+            new_tokens=4,
+            repeats=1,
+        ),
+    ),
+    'figure': ('The table in the README.', Config()),
+}
+
+
+def main(cfg: Config, log: run.Log) -> None:
+  """Logs one row for each model, recipe and program."""
+  log.rewind(0)
+  step = 0
+  for model, batch in zip(cfg.models, cfg.batches, strict=True):
+    for name in cfg.recipes:
+      seconds = _time_in_turn(cfg, _programs(cfg, model, batch, name))
+      for program in ('forward', 'update', 'rollout'):
+        fixed, plain = seconds['exact', program], seconds['plain', program]
+        row = {'embed_dim': model.embed_dim, 'recipe': name, 'program': program}
+        log({'step': step, **row, 'seconds': fixed, 'ratio': fixed / plain})
+        print(f'{row}  {1e3 * fixed:.1f} ms  ratio {fixed / plain:.2f}')
+        step += 1
+
+
+def _programs(cfg, model, batch, name):
+  """Returns compiled programs by (arithmetic, program)."""
+  programs = {}
+  one_block = dataclasses.replace(
+      model, attention_block=cfg.prompt_length + cfg.new_tokens
+  )
+  for kind, config in (('exact', model), ('plain', one_block)):
+    jax.clear_caches()
+    with _plain_arithmetic() if kind == 'plain' else contextlib.nullcontext():
+      for program, fn in _compile(cfg, config, batch, name).items():
+        programs[kind, program] = fn
+  return programs
+
+
+def _compile(cfg, config, batch, name) -> Programs:
+  quantizer = policy.Quantizer(recipes.get(name).learner)
+  segments = policy.segments(
+      [quantizer.policy], transformer.param_paths(config)
+  )
+  params = transformer.stack(
+      transformer.init_params(jax.random.key(0), config), segments
+  )
+  tree = policy.quantize_params(quantizer, params)
+  shape = (batch, cfg.prompt_length + cfg.new_tokens)
+  tokens = jax.random.randint(jax.random.key(1), shape, 1, config.vocab_size)
+  optimizer = learner.OptimizerConfig()
+  rollout = types.Rollout(
+      tokens=tokens,
+      completion_mask=jnp.arange(shape[1]) >= cfg.prompt_length + 0 * tokens,
+      sampler_logprobs=jnp.zeros(shape),
+      temperature=jnp.float32(1.0),
+      rewards=jnp.zeros(batch),
+      group=jnp.zeros(batch, jnp.int32),
+      version=jnp.zeros(shape, jnp.int32),
+  )
+  step = types.Batch(rollout, jnp.linspace(-1, 1, batch), None, None)
+  state = learner.init_state(params, optimizer)
+  forward = learner.logprobs.lower(
+      config, params, quantizer, tree, tokens, 1.0
+  ).compile()
+  update = learner.train_step.lower(
+      config, optimizer, learner.GRPOConfig(), state, quantizer, tree, step
+  ).compile()
+  prompts = tokens[:, : cfg.prompt_length]
+  lengths = jnp.full((batch,), cfg.prompt_length)
+  sample = sampler.SampleConfig(cfg.new_tokens)
+  generate = lambda: sampler.generate(
+      config, tree, quantizer, prompts, lengths, jax.random.key(2), sample
+  )
+  generate = jax.jit(generate).lower().compile()
+  return {
+      'forward': lambda: forward(params, quantizer, tree, tokens, 1.0),
+      'update': lambda: update(
+          jax.tree.map(jnp.copy, state), quantizer, tree, step
+      ),
+      'rollout': generate,
+  }
+
+
+def _plain_arithmetic():
+  """Returns a context in which `exact` leaves everything to XLA."""
+  same = lambda x: x
+  stack = contextlib.ExitStack()
+  for name, fn in {
+      'fence': same,
+      'tree_sum': lambda x: jnp.sum(x, axis=-1),
+      'rsqrt': lax.rsqrt,
+      'exp': jnp.exp,
+      'log': jnp.log,
+  }.items():
+    stack.enter_context(mock.patch.object(exact, name, fn))
+  return stack
+
+
+def _time_in_turn(cfg, programs):
+  times = {name: [] for name in programs}
+  for fn in programs.values():
+    jax.block_until_ready(fn())
+  for _ in range(cfg.repeats):
+    for name, fn in programs.items():
+      start = time.perf_counter()
+      jax.block_until_ready(fn())
+      times[name].append(time.perf_counter() - start)
+  return {name: float(np.median(values)) for name, values in times.items()}
+
+
+if __name__ == '__main__':
+  run.launch(main, PRESETS)
