@@ -130,20 +130,6 @@ class BitExactTest(chex.TestCase):
           whole[:batch] * completions.mask[:batch],
       )
 
-  @pytest.mark.slow
-  @parameterized.product(
-      config=(TINY, TINY_DENSE, WIDE, WIDE_DENSE),
-      name=('bf16', 'nvfp4_final'),
-      batch=(1, 2, 3, 4, 6, 11, 16, 25, 33),
-  )
-  def test_learner_equals_sampler_at_many_batch_sizes(
-      self, config, name, batch
-  ):
-    completions = _sample(config, name, batch, cache_length=128)
-    tokens = jnp.pad(completions.tokens, ((0, 0), (0, batch % 7)))
-    differing, _ = _differing(completions, _learn(config, name, tokens))
-    self.assertEqual(differing, 0)
-
   def test_gradient_step_computes_the_same_logprobs(self):
     name = 'nvfp4_final'
     completions = _sample(TINY, name, 7)
@@ -189,3 +175,20 @@ class BitExactTest(chex.TestCase):
     want = run(params, tree)
     chex.assert_trees_all_equal(run(params, None), want)
     chex.assert_trees_all_equal(run(tree, None), want)
+
+
+@pytest.mark.slow  # on the class: a parameterized method would lose the mark
+class ManyBatchSizesTest(chex.TestCase):
+
+  @parameterized.product(
+      config=(TINY, TINY_DENSE, WIDE, WIDE_DENSE),
+      name=('bf16', 'nvfp4_final'),
+      batch=(1, 2, 3, 6, 16, 33),
+  )
+  def test_learner_equals_sampler_at_many_batch_sizes(
+      self, config, name, batch
+  ):
+    completions = _sample(config, name, batch, cache_length=128)
+    tokens = jnp.pad(completions.tokens, ((0, 0), (0, batch % 7)))
+    differing, _ = _differing(completions, _learn(config, name, tokens))
+    self.assertEqual(differing, 0)
