@@ -172,6 +172,14 @@ class QuantizedMatmulTest(chex.TestCase):
     ):
       chex.assert_trees_all_equal(jax.jit(fn)(x[:rows]), jax.jit(fn)(x)[:rows])
 
+  @parameterized.parameters(2, 3, 8)
+  def test_row_does_not_depend_on_other_rows_with_few_features(self, features):
+    x, w, _ = _operands(13, (33, 256), (features, 256), jnp.float32)
+    fn = jax.jit(matmul.bfloat16_matmul)
+    whole = fn(x, w)
+    for rows in (1, 2, 3):
+      chex.assert_trees_all_equal(fn(x[:rows], w), whole[:rows])
+
   def test_error_against_float64_is_the_rounding_of_the_result(self):
     x, w, _ = _operands(8, (64, 512), (128, 512), jnp.float32)
     y = np.asarray(matmul.quantized_matmul(x, w, FINAL), np.float64)

@@ -19,6 +19,7 @@ from nvfp4_jax import qtensor
 
 _LAST, _FIRST = (((1,), (1,)), ((), ())), (((0,), (0,)), ((), ()))
 _INNER = (((1,), (0,)), ((), ()))
+_FEWEST_FEATURES = 8
 
 
 @jax.jit
@@ -84,17 +85,24 @@ def wgrad(
 def _dot(x, w, dimension_numbers):
   """Returns a bfloat16 dot with float32 accumulation.
 
-  One row would take XLA's matrix-vector path on CPU, which adds in another
-  order than its matrix-matrix path; a second row of zeros avoids that, so that
-  a row's bits do not depend on how many rows there are.
+  XLA on CPU adds in another order where there is one row, or few rows and few
+  features. Rows of zeros keep every dot on the common path, so that a row's
+  bits do not depend on how many rows there are.
   """
-  one_row = x.shape[0] == 1 and dimension_numbers is not _FIRST
-  if one_row:
+  if dimension_numbers is _FIRST:
+    return lax.dot_general(
+        x, w, dimension_numbers, preferred_element_type=jnp.float32
+    )
+  rows = x.shape[0]
+  features = w.shape[0 if dimension_numbers is _LAST else 1]
+  if rows == 1:
     x = _pad_rows(x, 1)
+  if dimension_numbers is _LAST and features < _FEWEST_FEATURES:
+    w = _pad_rows(w, _FEWEST_FEATURES - features)
   y = lax.dot_general(
       x, w, dimension_numbers, preferred_element_type=jnp.float32
   )
-  return y[:1] if one_row else y
+  return y[:rows, :features]
 
 
 def _for_each_block(x, w, group_sizes, dimension_numbers, features):
