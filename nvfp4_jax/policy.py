@@ -23,7 +23,6 @@ import jax.numpy as jnp
 
 from nvfp4_jax import exact
 from nvfp4_jax import matmul
-from nvfp4_jax import qtensor
 from nvfp4_jax import quantization
 
 type Precisions = Mapping[str, matmul.MatmulPrecision | None]
@@ -254,13 +253,6 @@ def _quantize_segment(segment, precisions, start, finite):
       amax = jnp.maximum(amax, quantization.compute_amax(other, precision.rhs))
     result[name] = quantization.quantize(leaf, precision.rhs, amax=amax)
   return result
-
-
-def quantized_bytes(tree: ParamTree) -> int:
-  """Returns the bytes that the QTensors of a quantized tree hold."""
-  is_qtensor = lambda leaf: isinstance(leaf, qtensor.QTensor)
-  leaves = jax.tree.leaves(tree, is_leaf=is_qtensor)
-  return sum(qtensor.nbytes(leaf) for leaf in leaves if is_qtensor(leaf))
 
 
 def _joint_partner(name):
