@@ -30,8 +30,11 @@ setup: $(VENV)/.setup-dev
 demo: $(VENV)/.setup-demo
 	$(BIN)/python -m experiments.grpo demo
 
+# Files run whole, since their tests share compiled programs, and in order: the
+# long ones come early.
 test: $(VENV)/.setup-dev
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n auto --maxprocesses=4 --dist=loadfile \
+	  --no-loadscope-reorder
 
 lint: $(VENV)/.setup-dev
 	$(BIN)/ruff check $(SOURCES)

@@ -14,11 +14,13 @@ Two groups of functions:
   to the correctly rounded float32 result, also when XLA replaces the division
   by a multiply with a float64 reciprocal (a quotient of 24-bit numbers keeps
   2^-49 away from every rounding boundary; that rewrite is off by 2^-52).
-  Two barriers stand round the conversion to float32. Without the first, XLA on
-  GPU computes the whole in float32, where its division is not exact (on an
-  H200, 1,104 of 1.2 million packed bytes came out wrong). Without the second,
-  XLA on CPU may drop the rounding before another float64 operation (YNNPACK
-  does, with whatever follows a reduction: 1,510 of 8,704 block scales).
+  The rounding itself is integer arithmetic on the float64 bits, and the cast
+  that follows is then exact. A bare cast does not do: XLA on GPU computes
+  f32(f64(a) / f64(b)) in float32, where its division is not exact (on an H200,
+  1,104 of 1.2 million packed bytes came out wrong), and XLA on CPU may drop the
+  rounding before another float64 operation (YNNPACK does, with whatever follows
+  a reduction: 1,510 of 8,704 block scales). Barriers round the cast cure both,
+  but cut a quantizer into twice as many loops to compile and run.
 * `fence`, `tree_sum`, `rsqrt`, `exp`, `log`, `to_bfloat16` are the rounding
   points of the model: where they stand, learner and sampler compute the same
   bits.
@@ -29,48 +31,34 @@ Subnormals are not preserved: XLA on CPU flushes them to zero.
 import jax
 from jax import lax
 import jax.numpy as jnp
+import numpy as np
 
+_FLOAT64_MAGNITUDE = np.uint64(2**63 - 1)
+_SMALLEST_NORMAL_FLOAT32 = np.float64(2.0**-126).view(np.uint64)
 _LOG2_E = 1.4426950408889634
 # log(2) = HIGH + LOW; HIGH has 9 significant bits, so that n * HIGH is exact.
 _LN2_HIGH = 0.693359375
 _LN2_LOW = -2.12194440e-4
 
 
-def divide(
-    a: jax.typing.ArrayLike, b: jax.typing.ArrayLike, *, barrier: bool = True
-) -> jax.Array:
-  """Returns the correctly rounded float32 quotient `a / b`.
-
-  Args:
-    a: float32.
-    b: float32, broadcast against `a`.
-    barrier: False leaves the result to fusion. Then no other operation of this
-      group may take it.
-  """
-  return _in_float64(lax.div, a, b, barrier)
+def divide(a: jax.typing.ArrayLike, b: jax.typing.ArrayLike) -> jax.Array:
+  """Returns the correctly rounded float32 quotient `a / b`."""
+  return _in_float64(lax.div, a, b)
 
 
-def multiply(
-    a: jax.typing.ArrayLike, b: jax.typing.ArrayLike, *, barrier: bool = True
-) -> jax.Array:
-  """Returns the float32 product `a * b`, rounded once, never contracted.
-
-  Args:
-    a: float32.
-    b: float32, broadcast against `a`.
-    barrier: see `divide`.
-  """
-  return _in_float64(lax.mul, a, b, barrier)
+def multiply(a: jax.typing.ArrayLike, b: jax.typing.ArrayLike) -> jax.Array:
+  """Returns the float32 product `a * b`, rounded once, never contracted."""
+  return _in_float64(lax.mul, a, b)
 
 
 def add(a: jax.typing.ArrayLike, b: jax.typing.ArrayLike) -> jax.Array:
   """Returns the float32 sum `a + b`, rounded once, never contracted."""
-  return _in_float64(lax.add, a, b, True)
+  return _in_float64(lax.add, a, b)
 
 
 def subtract(a: jax.typing.ArrayLike, b: jax.typing.ArrayLike) -> jax.Array:
   """Returns the float32 difference `a - b`, rounded once."""
-  return _in_float64(lax.sub, a, b, True)
+  return _in_float64(lax.sub, a, b)
 
 
 def sum_in_order(x: jax.Array) -> jax.Array:
@@ -201,12 +189,23 @@ def _log_jvp(primals, tangents):
   return log(*primals), tangents[0] / primals[0]
 
 
-def _in_float64(operation, a, b, barrier):
+def _in_float64(operation, a, b):
+  """Returns `operation` of two broadcast float32 arrays, rounded once."""
   a, b = (jnp.asarray(v, jnp.float32) for v in (a, b))
   with jax.enable_x64(True):
     a, b = (v.astype(jnp.float64) for v in jnp.broadcast_arrays(a, b))
-    result = operation(a, b)
-    if not barrier:
-      return result.astype(jnp.float32)
-    result = lax.optimization_barrier(result).astype(jnp.float32)
-  return lax.optimization_barrier(result)
+    return _round_to_float32(operation(a, b))
+
+
+def _round_to_float32(x):
+  """Rounds float64 to float32, to nearest even, where XLA cannot undo it.
+
+  The 29 bits that float32 lacks are rounded away in the float64 number. A
+  result below float32's normal range has fewer bits, and is left to the cast.
+  """
+  bits = lax.bitcast_convert_type(x, jnp.uint64)
+  odd = (bits >> np.uint64(29)) & np.uint64(1)
+  rounded = (bits + (np.uint64(2**28 - 1) + odd)) & ~np.uint64(2**29 - 1)
+  is_normal = (bits & _FLOAT64_MAGNITUDE) >= _SMALLEST_NORMAL_FLOAT32
+  rounded = jnp.where(is_normal, rounded, bits)
+  return lax.bitcast_convert_type(rounded, jnp.float64).astype(jnp.float32)

@@ -348,9 +348,9 @@ def _take_rows(xq, rows):
   per_row = xq.global_scale.shape[0] > 1
   return dataclasses.replace(
       xq,
-      data=xq.data[rows],
-      block_scale=xq.block_scale[rows],
-      global_scale=xq.global_scale[rows] if per_row else xq.global_scale,
+      data=_rows(xq.data, rows),
+      block_scale=_rows(xq.block_scale, rows),
+      global_scale=_rows(xq.global_scale, rows) if per_row else xq.global_scale,
   )
 
 
@@ -358,15 +358,20 @@ def _take_rows(xq, rows):
 def _permute(x, order, inverse):
   """Returns `x[order]`; its transpose is a gather too, not a scatter."""
   del inverse
-  return x[order]
+  return _rows(x, order)
 
 
 def _permute_fwd(x, order, inverse):
-  return x[order], inverse
+  return _rows(x, order), inverse
 
 
 def _permute_bwd(inverse, dy):
-  return dy[inverse], None, None
+  return _rows(dy, inverse), None, None
 
 
 _permute.defvjp(_permute_fwd, _permute_bwd)
+
+
+def _rows(x, indices):
+  """Returns `x[indices]`, without code for indices out of bounds."""
+  return x.at[indices].get(mode='promise_in_bounds')

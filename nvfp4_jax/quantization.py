@@ -228,13 +228,12 @@ def _block_error(blocks, codes, scale, amax, spec):
   The decoded value is `code * scale * amax / (6 E)` with a rounding after each
   step. Algebraically equal forms choose differently near ties.
   """
-  # Float32 and float64 steps alternate, so that no rounding can be dropped; the
-  # fence does not round (six bits at most) but keeps the two factors apart.
+  # The fence does not round (six bits at most): it keeps two factors apart.
   product = formats.decode_e2m1(codes) * formats.decode_e4m3(scale)[..., None]
   scaled = exact.fence(product) * amax[..., None]
-  value = exact.divide(scaled, 6.0 * spec.scale_max, barrier=False)
+  value = exact.divide(scaled, 6.0 * spec.scale_max)
   difference = value - blocks
   if spec.four_over_six == 'mae':
     return exact.sum_in_order(jnp.abs(difference))
-  squares = exact.multiply(difference, difference, barrier=False)
+  squares = exact.multiply(difference, difference)
   return exact.sum_in_order(squares)

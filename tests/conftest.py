@@ -5,20 +5,19 @@ import tempfile
 
 import pytest
 
-_cache = tempfile.TemporaryDirectory(prefix='nvfp4_jax_test_cache')
 
+def pytest_configure(config):
+  """Lets all processes of a test run find what one of them has compiled.
 
-def pytest_configure():
-  """Lets the processes that tests start find what was compiled before.
-
-  JAX reads these variables when it is imported, which has not happened yet.
+  JAX reads these variables when it is imported, which has not happened yet;
+  the workers of pytest-xdist inherit them.
   """
-  os.environ['JAX_COMPILATION_CACHE_DIR'] = _cache.name
-  os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0.5'
-
-
-def pytest_unconfigure():
-  _cache.cleanup()
+  if hasattr(config, 'workerinput'):
+    return
+  cache = tempfile.TemporaryDirectory(prefix='nvfp4_jax_test_cache')
+  config.add_cleanup(cache.cleanup)
+  os.environ['JAX_COMPILATION_CACHE_DIR'] = cache.name
+  os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0'
 
 
 def pytest_collection_modifyitems(items):

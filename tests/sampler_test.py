@@ -9,13 +9,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from nvfp4_jax import policy
-from nvfp4_jax import recipes
 from nvfp4_jax import sampler
 from nvfp4_jax.models import config as model_config
 from nvfp4_jax.models import transformer
 
-CONFIG = dataclasses.replace(model_config.tiny(16), num_layers=1)
-QUANTIZER = policy.Quantizer(recipes.get('nvfp4_dequantized').sampler)
+# Small programs; tests/bit_exact_test.py samples under quantized recipes.
+CONFIG = dataclasses.replace(
+    model_config.tiny(16),
+    num_layers=1,
+    num_experts=0,
+    experts_per_token=0,
+    moe_dim=0,
+    mlp_dim=64,
+)
+QUANTIZER = policy.Quantizer(policy.BF16)
 SAMPLE = sampler.SampleConfig(max_new_tokens=8, eos_ids=(3, 5))
 PROMPTS = ((7,), (1, 2, 4, 6, 8), (9, 9, 9), (2, 4, 6, 8, 10, 12, 14))
 
@@ -36,6 +43,12 @@ def _generate(prompts=PROMPTS, sample=SAMPLE, seed=0):
       sample,
   )
   return jax.tree.map(np.asarray, completions)
+
+
+@jax.jit
+def _logits(tokens):
+  hidden = transformer.forward(CONFIG, _tree(), tokens, QUANTIZER)
+  return transformer.logits(_tree(), hidden)
 
 
 class GenerateTest(chex.TestCase):
@@ -62,10 +75,7 @@ class GenerateTest(chex.TestCase):
     for temperature in (1.0, 0.7):
       sample = dataclasses.replace(SAMPLE, temperature=temperature)
       result = _generate(sample=sample)
-      hidden = transformer.forward(
-          CONFIG, _tree(), jnp.asarray(result.tokens), QUANTIZER
-      )
-      logits = transformer.logits(_tree(), hidden[:, :-1]) / temperature
+      logits = _logits(result.tokens)[:, :-1] / temperature
       logprobs = jnp.take_along_axis(
           jax.nn.log_softmax(logits), result.tokens[:, 1:, None], axis=-1
       )
@@ -79,20 +89,13 @@ class GenerateTest(chex.TestCase):
     for seed in range(200):
       tokens = _generate(prompts, sample, seed).tokens[:, 2]
       counts += np.bincount(tokens, minlength=CONFIG.vocab_size)
-    tokens = jnp.array(prompts[:1])
-    hidden = transformer.forward(CONFIG, _tree(), tokens, QUANTIZER)
-    want = np.asarray(
-        jax.nn.softmax(transformer.logits(_tree(), hidden)[0, -1])
-    )
+    want = np.asarray(jax.nn.softmax(_logits(jnp.array(prompts[:1]))[0, -1]))
     sigma = np.sqrt(want * (1 - want) / counts.sum())
     self.assertLess(np.abs((counts / counts.sum() - want) / sigma).max(), 4.0)
 
   def test_greedy_takes_the_largest_logit(self):
     result = _generate(sample=dataclasses.replace(SAMPLE, temperature=0.0))
-    hidden = transformer.forward(
-        CONFIG, _tree(), jnp.asarray(result.tokens), QUANTIZER
-    )
-    best = np.asarray(jnp.argmax(transformer.logits(_tree(), hidden), -1))
+    best = np.argmax(_logits(result.tokens), -1)
     mask = result.mask[:, 1:]
     np.testing.assert_array_equal(
         result.tokens[:, 1:][mask], best[:, :-1][mask]

@@ -33,7 +33,7 @@ def scaled_matmul(
   w_scale = wq.global_scale
   if group_sizes is not None:
     w_scale = w_scale[_group_of_row(group_sizes, y.shape[0]), 0]
-  # multiply's barrier keeps XLA from applying one scale after the other.
+  # `exact` keeps XLA from applying one scale after the other.
   return y * exact.multiply(xq.global_scale, w_scale)
 
 
@@ -149,20 +149,19 @@ class _Plan(NamedTuple):
 def _plan_blocks(group_sizes, rows, block):
   """Returns the plan; arrays are as long as the most blocks there can be."""
   groups = group_sizes.shape[0]
-  blocks = (group_sizes + block - 1) // block
+  blocks = (group_sizes + (block - 1)) >> (block.bit_length() - 1)
   before = jnp.tri(groups, k=-1, dtype=jnp.int32)  # [i, j]: j comes before i
   first_block = jnp.sum(before * blocks, axis=1)
   first_row = jnp.sum(before * group_sizes, axis=1)
-  index = jnp.arange(rows // block + groups)
-  ends = first_block + blocks
-  group = jnp.sum(ends <= index[:, None], axis=1)
-  group = jnp.minimum(group, groups - 1)
-  offset = (index - first_block[group]) * block
+  index = jnp.arange(rows // block + groups)[:, None]
+  mine = (first_block <= index) & (index < first_block + blocks)
+  of_group = lambda values: jnp.sum(jnp.where(mine, values, 0), axis=1)
+  offset = (index - first_block) * block
   return _Plan(
       count=jnp.sum(blocks),
-      group=group,
-      start=first_row[group] + offset,
-      size=group_sizes[group] - offset,
+      group=of_group(jnp.arange(groups)),
+      start=of_group(first_row + offset),
+      size=of_group(group_sizes - offset),
   )
 
 
