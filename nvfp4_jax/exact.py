@@ -61,6 +61,19 @@ def subtract(a: jax.typing.ArrayLike, b: jax.typing.ArrayLike) -> jax.Array:
   return _in_float64(lax.sub, a, b)
 
 
+def matmul(x: jax.Array, matrix: np.ndarray) -> jax.Array:
+  """Returns `x @ matrix`, summed in float64 and rounded once to float32.
+
+  Args:
+    x: `[..., K]`.
+    matrix: `[K, N]` float64.
+  """
+  with jax.enable_x64(True):
+    contract = (((x.ndim - 1,), (0,)), ((), ()))
+    y = lax.dot_general(x.astype(jnp.float64), jnp.asarray(matrix), contract)
+    return _round_to_float32(y)
+
+
 def sum_in_order(x: jax.Array) -> jax.Array:
   """Returns the float32 sum of `x` over its last axis, first to last.
 

@@ -85,10 +85,11 @@ def quantize_input(
 ) -> qtensor.QTensor | None:
   """Returns Q(x) if all these linears quantize `x` `[M, K]` alike, or None."""
   precisions = [weights.precisions[name] for name in names]
-  specs = {precision.lhs for precision in precisions if precision is not None}
-  if len(specs) != 1 or None in precisions:
+  specs = {None if p is None else p.fprop_lhs for p in precisions}
+  spec = specs.pop()
+  if specs or spec is None:
     return None
-  return quantization.quantize(lax.stop_gradient(x), specs.pop())
+  return quantization.quantize(lax.stop_gradient(x), spec)
 
 
 def rms_norm(x: jax.Array, gain: jax.Array, eps: float) -> jax.Array:
@@ -345,12 +346,14 @@ def _row_major(x):
 
 
 def _take_rows(xq, rows):
-  per_row = xq.global_scale.shape[0] > 1
+  global_scale = xq.global_scale
+  if global_scale is not None and global_scale.shape[0] > 1:
+    global_scale = _rows(global_scale, rows)
   return dataclasses.replace(
       xq,
       data=_rows(xq.data, rows),
       block_scale=_rows(xq.block_scale, rows),
-      global_scale=_rows(xq.global_scale, rows) if per_row else xq.global_scale,
+      global_scale=global_scale,
   )
 
 

@@ -1,15 +1,20 @@
 """Matmuls whose forward pass is quantized and whose backward pass is chosen.
 
-The quantizers are never differentiated. A *backward mode* names the operands
-at which the plain matmul's VJP is taken:
+The quantizers are never differentiated. With `y = x @ w.T`, `dgrad = dy @ w`
+and `wgrad = dy.T @ x`, a *backward mode* names their operands:
 
-* 'high_precision': the bfloat16 values of `(x, w)`.
-* 'dequantized': bfloat16 `(dequantize(xq), dequantize(wq))`, the operands that
-  the forward pass (fprop) really multiplied. Gradients then belong to the
-  function that was computed, and only codes and scales are kept for them.
+* 'high_precision': the bfloat16 values of `x`, `w` and `dy`.
+* 'dequantized': bfloat16 `dequantize(xq)` and `dequantize(wq)`, the operands
+  that the forward pass (fprop) really multiplied, and `dy`. Gradients then
+  belong to the function that was computed, and only codes and scales are kept.
+* 'quantized': all operands are quantized again, along the contraction axis of
+  their matmul: *column copies* of the original `x` (blocks of tokens) and `w`
+  (blocks of output features), made in the forward pass and kept, and `dy` both
+  ways. Where tokens do not fill a block, or the group's last block in a grouped
+  matmul, zeros do.
 
-With `y = x @ w.T`, `dgrad = dy @ w` and `wgrad = dy.T @ x`; both are bfloat16
-dots with float32 accumulation in every mode.
+In the first two modes gradients are bfloat16 dots with float32 accumulation, in
+the last they are computed as fprop is.
 """
 
 import dataclasses
@@ -21,29 +26,37 @@ from jax import lax
 import jax.numpy as jnp
 
 from nvfp4_jax import exact
+from nvfp4_jax import formats
 from nvfp4_jax import kernels
 from nvfp4_jax import qtensor
 from nvfp4_jax import quantization
 
-type Backward = Literal['high_precision', 'dequantized']
+type Backward = Literal['quantized', 'high_precision', 'dequantized']
 
-_BACKWARD_MODES = ('high_precision', 'dequantized')
+_BACKWARD_MODES = ('quantized', 'high_precision', 'dequantized')
 
 
 @dataclasses.dataclass(frozen=True)
 class MatmulPrecision:
   """How one matmul is computed; static.
 
+  W4A4 has both sides in a four-bit format, W4A8 `lhs` in mxfp8, W4A16 no `lhs`.
+
   Attributes:
-    lhs: how activations are quantized.
+    lhs: how activations are quantized; None leaves them in bfloat16. With
+      `hadamard`, only the column copy of 'quantized' is rotated, as in
+      TransformerEngine.
     rhs: how weights are quantized.
-    grad: how the gradient `dy` is quantized; None, as both modes keep it.
-    backward: 'high_precision' or 'dequantized'; see the module.
+    grad: how the gradient `dy` is quantized, in 'quantized' and only there.
+    backward: 'quantized', 'high_precision' or 'dequantized'; see the module.
+
+  Raises:
+    ValueError: a pair that makes no sense; the message says why.
   """
 
-  lhs: quantization.QuantSpec
+  lhs: quantization.QuantSpec | None
   rhs: quantization.QuantSpec
-  grad: None = None
+  grad: quantization.QuantSpec | None = None
   backward: Backward = 'dequantized'
 
   def __post_init__(self):
@@ -51,16 +64,59 @@ class MatmulPrecision:
       raise ValueError(
           f'backward {self.backward!r} is not one of {_BACKWARD_MODES}.'
       )
-    for name in ('lhs', 'rhs'):
-      if not isinstance(getattr(self, name), quantization.QuantSpec):
-        raise ValueError(f'{name} {getattr(self, name)!r} is not a QuantSpec.')
+    for name in ('lhs', 'rhs', 'grad'):
+      spec = getattr(self, name)
+      if spec is None and name != 'rhs':
+        continue
+      if not isinstance(spec, quantization.QuantSpec):
+        raise ValueError(f'{name} {spec!r} is not a QuantSpec.')
+      _check_operand_spec(name, spec)
+    if self.backward == 'quantized':
+      self._check_quantized_backward()
+      return
     if self.grad is not None:
       raise ValueError(
           f'grad {self.grad!r}: backward {self.backward!r} does not quantize'
           ' gradients; grad must be None.'
       )
-    if self.rhs.outer != 'tensor':
-      raise ValueError(f'rhs.outer {self.rhs.outer!r}: weights need "tensor".')
+    if self.lhs is not None and self.lhs.hadamard:
+      raise ValueError(
+          f'lhs.hadamard: backward {self.backward!r} has no column copy to'
+          ' rotate; only "quantized" has.'
+      )
+
+  @property
+  def fprop_lhs(self) -> quantization.QuantSpec | None:
+    """How the forward pass quantizes activations: `lhs`, never rotated."""
+    if self.lhs is None or not self.lhs.hadamard:
+      return self.lhs
+    return dataclasses.replace(self.lhs, hadamard=False)
+
+  def _check_quantized_backward(self):
+    lhs, grad = self.lhs, self.grad
+    if lhs is None or grad is None:
+      raise ValueError('backward "quantized" needs lhs and grad.')
+    if lhs.outer == 'token' and lhs.four_over_six:
+      raise ValueError(
+          'lhs: per-token scales with four over six have no column copy for'
+          ' backward "quantized"; "dequantized" and "high_precision" need none.'
+      )
+    if lhs.hadamard != grad.hadamard:
+      raise ValueError(
+          f'lhs.hadamard {lhs.hadamard} and grad.hadamard {grad.hadamard}:'
+          ' wgrad needs both of its operands rotated, or none.'
+      )
+
+
+def _check_operand_spec(name, spec):
+  if name != 'grad' and spec.rounding == 'stochastic':
+    raise ValueError(f'{name}: only gradients are rounded stochastically.')
+  if name != 'rhs' and spec.block_2d:
+    raise ValueError(f'{name}.block_2d: 2D blocks are for weights.')
+  if name == 'rhs' and spec.hadamard:
+    raise ValueError('rhs.hadamard: weights are not rotated.')
+  if name == 'rhs' and spec.outer == 'token':
+    raise ValueError("rhs.outer 'token': weights need 'tensor'.")
 
 
 def quantized_matmul(
@@ -75,8 +131,9 @@ def quantized_matmul(
 ) -> jax.Array:
   """Returns `Q(x) @ Q(w).T`; its VJP is that of matmul at chosen operands.
 
-  Q quantizes the bfloat16 values of its argument. Products of codes and block
-  scales are exact, sums are float32, f32(D_x * D_w) is applied to the sum.
+  Q quantizes the bfloat16 values of its argument (without `precision.lhs`, Q(x)
+  is `x`). Products of codes and block scales are exact, sums are float32,
+  f32(D_x * D_w) is applied to the sum; with fp8_block products are float32.
 
   Args:
     x: `[..., K]` bfloat16 or float32 activations; leading axes are flattened.
@@ -85,7 +142,8 @@ def quantized_matmul(
     precision: formats and backward mode.
     xq: Q(x) flattened to `[M, K]`, where the caller has it. No cotangent.
     wq: Q(w), where the caller quantized it once for many calls. No cotangent.
-    key: randomness for stochastic rounding, which no mode here uses: None.
+    key: randomness, where `precision.grad` rounds stochastically and only
+      there. No cotangent.
     axis_name: mesh axis that splits K. Amax is reduced over it before
       quantizing; the caller adds the partial results.
 
@@ -94,7 +152,7 @@ def quantized_matmul(
 
   Raises:
     TypeError, ValueError: an operand that cannot be quantized, shapes that do
-      not fit, or neither `w` nor `wq`.
+      not fit, neither `w` nor `wq`, or a key missing or not needed.
   """
   return _checked_matmul(x, w, None, precision, xq, wq, key, axis_name)
 
@@ -121,7 +179,7 @@ def quantized_grouped_matmul(
     precision: formats and backward mode.
     xq: Q(x). No cotangent.
     wq: Q(w). No cotangent.
-    key: None, see `quantized_matmul`.
+    key: see `quantized_matmul`.
     axis_name: mesh axis that splits K.
 
   Returns:
@@ -157,29 +215,45 @@ def bfloat16_matmul(
 def _checked_matmul(x, w, group_sizes, precision, xq, wq, key, axis_name):
   if w is None and wq is None:
     raise ValueError('Give w, wq or both.')
-  if key is not None:
-    raise ValueError(
-        'No backward mode here rounds stochastically; key is None.'
-    )
   ndim = 2 if group_sizes is None else 3
-  k = w.shape[-1] if w is not None else 2 * wq.data.shape[-1]
+  k = w.shape[-1] if w is not None else qtensor.num_columns(wq)
   if w is not None and w.ndim != ndim:
     raise ValueError(f'w has shape {w.shape}; {ndim} axes are needed.')
   if x.shape[-1] != k:
     raise ValueError(f'x {x.shape} and w do not share K: {k}.')
   rows = x.reshape(-1, k)
   if precision is not None:
-    quantization.check_operand(rows, precision.lhs)
-    if w is not None:
-      quantization.check_operand(w, precision.rhs)
+    _check_operands(rows, w, xq, precision)
+  grad = None if precision is None else precision.grad
+  needs_key = grad is not None and grad.rounding == 'stochastic'
+  if needs_key != (key is not None):
+    raise ValueError(
+        'Stochastic rounding of gradients needs a key.'
+        if needs_key
+        else 'Nothing is rounded stochastically here; key must be None.'
+    )
   static = _Static(
       precision=precision,
       axis_name=axis_name,
       x_dtype=jnp.dtype(x.dtype),
       w_dtype=None if w is None else jnp.dtype(w.dtype),
   )
-  y = _matmul(rows, w, xq, wq, group_sizes, static)
+  y = _matmul(rows, w, xq, wq, group_sizes, key, static)
   return y.reshape(*x.shape[:-1], y.shape[-1])
+
+
+def _check_operands(x, w, xq, precision):
+  if precision.lhs is not None:
+    quantization.check_operand(x, precision.lhs)
+  elif xq is not None:
+    raise ValueError('xq was given, but precision.lhs is None.')
+  if w is None:
+    return
+  quantization.check_operand(w, precision.rhs)
+  if precision.backward == 'quantized':
+    features = jax.ShapeDtypeStruct((x.shape[0], w.shape[-2]), x.dtype)
+    for spec in (precision.rhs, precision.grad):  # blocks of output features
+      quantization.check_operand(features, _in_rows(spec))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,37 +264,112 @@ class _Static:
   w_dtype: jnp.dtype | None
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _matmul(x, w, xq, wq, group_sizes, static):
-  return _fwd(x, w, xq, wq, group_sizes, static)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
+def _matmul(x, w, xq, wq, group_sizes, key, static):
+  return _fwd(x, w, xq, wq, group_sizes, key, static)[0]
 
 
-def _fwd(x, w, xq, wq, group_sizes, static):
+def _fwd(x, w, xq, wq, group_sizes, key, static):
   precision = static.precision
   if precision is None:
     y = kernels.matmul(_bfloat16(x), _bfloat16(w), group_sizes)
-    return _as(y, static.x_dtype), (x, w, group_sizes)
-  if xq is None:
-    xq = _quantize(x, precision.lhs, static.axis_name)
+    return _as(y, static.x_dtype), (x, w, group_sizes, None)
+  if precision.fprop_lhs is None:
+    xq = _bfloat16(x)
+  elif xq is None:
+    xq = _quantize(x, precision.fprop_lhs, static.axis_name)
   if wq is None:
     wq = _quantize(w, precision.rhs, static.axis_name)
   y = _as(kernels.scaled_matmul(xq, wq, group_sizes), static.x_dtype)
   if precision.backward == 'high_precision':
-    return y, (x, w, group_sizes)
-  return y, (xq, wq, group_sizes)
+    return y, (x, w, group_sizes, None)
+  if precision.backward == 'dequantized':
+    return y, (xq, wq, group_sizes, None)
+  copies = _column_copies(x, w, group_sizes, precision, static.axis_name)
+  return y, (*copies, group_sizes, key)
 
 
 def _bwd(static, residuals, dy):
-  x, w, group_sizes = residuals
+  x, w, group_sizes, key = residuals
   if static.w_dtype is None:
     raise ValueError('A gradient needs w; only wq was given.')
-  x, w, dy = _backward_operand(x), _backward_operand(w), _bfloat16(dy)
-  dgrad = _as(kernels.dgrad(dy, w, group_sizes), static.x_dtype)
-  wgrad = _as(kernels.wgrad(dy, x, group_sizes), static.w_dtype)
-  return dgrad, wgrad, None, None, None
+  dy = _bfloat16(dy)
+  precision = static.precision
+  if precision is not None and precision.backward == 'quantized':
+    dgrad, wgrad = _quantized_gradients(dy, x, w, group_sizes, key, precision)
+  else:
+    x, w = _backward_operand(x), _backward_operand(w)
+    dgrad = kernels.dgrad(dy, w, group_sizes)
+    wgrad = kernels.wgrad(dy, x, group_sizes)
+  dgrad, wgrad = _as(dgrad, static.x_dtype), _as(wgrad, static.w_dtype)
+  return dgrad, wgrad, None, None, None, None
 
 
 _matmul.defvjp(_fwd, _bwd)
+
+
+def _column_copies(x, w, group_sizes, precision, axis_name):
+  """Returns Q(x.T) `[K, M]`, with padded tokens, and Q(w.T) `[..., K, N]`."""
+  tokens, _ = _pad_tokens(x, group_sizes, _wgrad_block(precision))
+  # A per-token copy has a scale for each of the K channels, which stay local.
+  local = precision.lhs.outer == 'token'
+  xq = _quantize(tokens.T, precision.lhs, None if local else axis_name)
+  if w is None:
+    return xq, None
+  return xq, _quantize(w.swapaxes(-1, -2), precision.rhs, axis_name)
+
+
+def _quantized_gradients(dy, x, w, group_sizes, key, precision):
+  """Returns dgrad and wgrad, float32, of column copies `x` and `w`."""
+  keys = (None, None) if key is None else jax.random.split(key)
+  grad = precision.grad
+  by_features = dataclasses.replace(grad, hadamard=False)
+  dyq = quantization.quantize(dy, by_features, key=keys[0])
+  dgrad = kernels.scaled_matmul(dyq, w, group_sizes)
+  tokens, sizes = _pad_tokens(dy, group_sizes, _wgrad_block(precision))
+  dyq = quantization.quantize(tokens.T, grad, key=keys[1])
+  return dgrad, kernels.scaled_wgrad(dyq, x, sizes)
+
+
+def _wgrad_block(precision):
+  """Returns the number of tokens that fill a block of both operands."""
+  specs = (precision.lhs, precision.grad)
+  return max(formats.FORMATS[spec.format].block for spec in specs)
+
+
+def _pad_tokens(x, group_sizes, block):
+  """Returns rows padded with zeros so that blocks hold one group's rows only.
+
+  Args:
+    x: `[M, K]`, rows sorted by group.
+    group_sizes: `[E]` or None.
+    block: a power of two.
+
+  Returns:
+    `[M', K]` and the padded group sizes, all multiples of the block, or None.
+  """
+  rows = x.shape[0]
+  if group_sizes is None:
+    return jnp.pad(x, ((0, -rows % block), (0, 0))), None
+  groups = group_sizes.shape[0]
+  sizes = (group_sizes + block - 1) // block * block
+  before = jnp.tri(groups, k=-1, dtype=jnp.int32)  # [i, j]: j comes before i
+  shift = jnp.sum(before * (sizes - group_sizes), axis=1)
+  ends = jnp.cumsum(group_sizes)
+  index = jnp.arange(rows)
+  group = jnp.sum(ends <= index[:, None], axis=1)
+  # Rows past the last group go nowhere.
+  size = -(-(rows + groups * (block - 1)) // block) * block
+  position = jnp.where(
+      group < groups, index + shift[jnp.minimum(group, groups - 1)], size
+  )
+  padded = jnp.zeros((size, x.shape[1]), x.dtype)
+  return padded.at[position].set(x, mode='drop'), sizes
+
+
+def _in_rows(spec):
+  """Returns `spec` with 1D blocks, whose rows may have any number."""
+  return dataclasses.replace(spec, block_2d=False)
 
 
 def _backward_operand(operand):
@@ -231,7 +380,7 @@ def _backward_operand(operand):
 
 def _quantize(x, spec, axis_name):
   x = _bfloat16(x)
-  if axis_name is None:
+  if axis_name is None or spec.outer == 'none':
     return quantization.quantize(x, spec)
   amax = lax.pmax(quantization.compute_amax(x, spec), axis_name)
   return quantization.quantize(x, spec, amax=amax)

@@ -245,12 +245,15 @@ def _quantize_segment(segment, precisions, start, finite):
       quantization.check_operand(leaf, precision.rhs)
     except (TypeError, ValueError) as error:
       raise type(error)(f'{path}: {error}') from error
-    amax = quantization.compute_amax(leaf, precision.rhs)
-    finite[path] = jnp.all(jnp.isfinite(amax))
+    finite[path] = jnp.all(jnp.isfinite(leaf))
+    amax = None
     partner = _joint_partner(name)
-    if partner in segment and precisions[partner] == precision:
-      other = _bfloat16(segment[partner])
-      amax = jnp.maximum(amax, quantization.compute_amax(other, precision.rhs))
+    is_joint = partner in segment and precisions[partner] == precision
+    if is_joint and precision.rhs.outer == 'tensor':
+      both = leaf, _bfloat16(segment[partner])
+      amax = jnp.maximum(
+          *(quantization.compute_amax(w, precision.rhs) for w in both)
+      )
     result[name] = quantization.quantize(leaf, precision.rhs, amax=amax)
   return result
 

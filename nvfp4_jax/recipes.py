@@ -60,8 +60,10 @@ def _nvfp4(
     keep_last: float = 0.0,
 ) -> policy.PrecisionPolicy:
   precision = matmul.MatmulPrecision(
-      lhs=quantization.QuantSpec('nvfp4', outer, four_over_six),
-      rhs=quantization.QuantSpec('nvfp4', 'tensor', four_over_six),
+      lhs=quantization.QuantSpec('nvfp4', outer, four_over_six=four_over_six),
+      rhs=quantization.QuantSpec(
+          'nvfp4', 'tensor', four_over_six=four_over_six
+      ),
       backward=backward,
   )
   return policy.PrecisionPolicy(

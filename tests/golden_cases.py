@@ -12,6 +12,10 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from nvfp4_jax import formats
+from nvfp4_jax import qtensor
+from nvfp4_jax import quantization
+
 _DIRECTORY = pathlib.Path(__file__).parent / 'golden'
 
 # XLA on CPU flushes subnormal numbers to zero, and these cases have subnormal
@@ -40,6 +44,11 @@ def read(file: str) -> dict[str, np.ndarray]:
     return dict(arrays)
 
 
+def bfloat16(bits: np.ndarray) -> jax.Array:
+  """Returns the bfloat16 array of these uint16 bits."""
+  return jnp.asarray(bits.view(ml_dtypes.bfloat16))
+
+
 def load(file: str, exclude: Sequence[str] = FLUSHED_ON_CPU) -> list[Case]:
   """Returns the cases of one file.
 
@@ -51,9 +60,9 @@ def load(file: str, exclude: Sequence[str] = FLUSHED_ON_CPU) -> list[Case]:
   for key, value in read(file).items():
     name, array = key.split('__')
     want.setdefault(name, {})[array] = value
-  inputs = read('inputs')
+  inputs = read('inputs') | read('fp8_block_inputs_extra')
   return [
-      Case(name, jnp.asarray(inputs[name].view(ml_dtypes.bfloat16)), arrays)
+      Case(name, bfloat16(inputs[name]), arrays)
       for name, arrays in want.items()
       if not name.startswith(tuple(exclude))
   ]
@@ -74,3 +83,42 @@ def transposed(cases: Sequence[Case]) -> list[Case]:
       for case in cases
       if 'codes_t' in case.want
   ]
+
+
+def stack(arrays: Sequence[np.typing.ArrayLike]) -> np.ndarray:
+  """Stacks matrices, padded with zeros at the end to a common shape."""
+  arrays = [np.asarray(array) for array in arrays]
+  rows, columns = np.max([array.shape for array in arrays], axis=0)
+  result = np.zeros((len(arrays), rows, columns), arrays[0].dtype)
+  for padded, array in zip(result, arrays, strict=True):
+    padded[: array.shape[0], : array.shape[1]] = array
+  return result
+
+
+def quantize_all(
+    cases: Sequence[Case], spec: quantization.QuantSpec
+) -> list[qtensor.QTensor]:
+  """Returns the QTensor of each case, in numpy, of its own shape.
+
+  One compilation serves all: padded with zeros, which must not show.
+  """
+  stacked = _quantize(stack([case.x for case in cases]), spec)
+  stacked = jax.tree.map(np.asarray, stacked)
+  block = formats.FORMATS[spec.format].block
+  results = []
+  for i, case in enumerate(cases):
+    m, k = case.x.shape
+    k_data = k if stacked.format.elem_max == 448 else k // 2
+    global_scale = stacked.global_scale
+    results.append(
+        qtensor.QTensor(
+            stacked.data[i, :m, :k_data],
+            stacked.block_scale[i, :m, : -(-k // block)],
+            None if global_scale is None else global_scale[i, :m],
+            stacked.format,
+        )
+    )
+  return results
+
+
+_quantize = jax.jit(quantization.quantize, static_argnames='spec')

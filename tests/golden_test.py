@@ -16,14 +16,21 @@ from tests import golden_cases
 
 _SPECS = {
     'nvfp4_te_1d': quantization.QuantSpec('nvfp4', outer='tensor'),
+    'nvfp4_te_2d': quantization.QuantSpec('nvfp4', block_2d=True),
     'nvfp4_te_rowscaled': quantization.QuantSpec('nvfp4', outer='token'),
 } | {
-    f'nvfp4_te_46_{name}_{error}_{scale_max}_strict': quantization.QuantSpec(
-        'nvfp4', outer=outer, four_over_six=error, scale_max=scale_max
+    f'nvfp4_te_46_{name}_{choice}_{scale_max}_{error}': quantization.QuantSpec(
+        'nvfp4',
+        outer='token' if name == 'row' else 'tensor',
+        block_2d=name == '2d',
+        four_over_six=choice,
+        scale_max=scale_max,
+        error=error,
     )
-    for name, outer in (('1d', 'tensor'), ('row', 'token'))
-    for error in ('mae', 'mse')
+    for name in ('1d', '2d', 'row')
+    for choice in ('mae', 'mse')
     for scale_max in (256, 448)
+    for error in ('strict', 'fast')
 }
 
 
@@ -31,15 +38,17 @@ class QuantizeTest(chex.TestCase):
 
   @parameterized.parameters(
       ('nvfp4_te_1d', 135_096),
+      ('nvfp4_te_2d', 134_944),
       ('nvfp4_te_rowscaled', 147_752),
       *((f, 67_044) for f in _SPECS if '_46_1d' in f),
+      *((f, 66_892) for f in _SPECS if '_46_2d' in f),
       *((f, 71_016) for f in _SPECS if '_46_row' in f),
   )
   def test_gives_the_bytes_of_the_reference(self, file, num_bytes):
     # One compilation for many cases: padded with zeros, which must not show.
     cases = [c for c in golden_cases.load(file) if c.x.shape[1] <= 256]
     cases += golden_cases.transposed(cases)
-    results = _quantize(_pad_and_stack([c.x for c in cases]), _SPECS[file])
+    results = _quantize(golden_cases.stack([c.x for c in cases]), _SPECS[file])
     compared = _assert_golden(results, cases, _SPECS[file])
     self.assertEqual(compared, num_bytes)
 
@@ -238,22 +247,13 @@ def _stack(trees):
   return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
 
 
-def _pad_and_stack(arrays):
-  """Stacks matrices, padded with zeros at the end to a common shape."""
-  rows, columns = np.max([array.shape for array in arrays], axis=0)
-  stack = np.zeros((len(arrays), rows, columns), arrays[0].dtype)
-  for padded, array in zip(stack, arrays, strict=True):
-    padded[: array.shape[0], : array.shape[1]] = array
-  return stack
-
-
 def _golden_qtensors(cases):
   """Returns the stacked QTensor of the reference's own codes and scales."""
   spec = _SPECS['nvfp4_te_1d']
-  scales = _pad_and_stack([case.want['scales'] for case in cases])
+  scales = golden_cases.stack([case.want['scales'] for case in cases])
   decode = [_decode_scale(case.want['amax'], spec) for case in cases]
   return qtensor.QTensor(
-      data=_pad_and_stack([case.want['codes'] for case in cases]),
+      data=golden_cases.stack([case.want['codes'] for case in cases]),
       block_scale=scales.view(ml_dtypes.float8_e4m3fn),
       global_scale=np.stack(decode)[..., None],
       format=formats.NVFP4,

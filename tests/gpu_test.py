@@ -16,19 +16,37 @@ from experiments import run
 from nvfp4_jax import matmul
 from nvfp4_jax import qtensor
 from nvfp4_jax import quantization
+from nvfp4_jax import self_check
 from tests import golden_cases
 from tests import numpy_oracle
 
+_Spec = quantization.QuantSpec
 _GOLDENS = {
-    'nvfp4_te_1d': quantization.QuantSpec('nvfp4', 'tensor'),
-    'nvfp4_te_rowscaled': quantization.QuantSpec('nvfp4', 'token'),
-    'nvfp4_te_46_1d_mse_256_strict': quantization.QuantSpec(
-        'nvfp4', 'tensor', 'mse'
+    'nvfp4_te_1d': _Spec('nvfp4', 'tensor'),
+    'nvfp4_te_2d': _Spec('nvfp4', block_2d=True),
+    'nvfp4_te_rowscaled': _Spec('nvfp4', 'token'),
+    'nvfp4_te_46_1d_mse_256_strict': _Spec('nvfp4', four_over_six='mse'),
+    'nvfp4_te_46_2d_mae_448_fast': _Spec(
+        'nvfp4',
+        block_2d=True,
+        four_over_six='mae',
+        scale_max=448,
+        error='fast',
     ),
-    'nvfp4_te_46_row_mse_256_strict': quantization.QuantSpec(
-        'nvfp4', 'token', 'mse'
+    'nvfp4_te_46_row_mse_256_strict': _Spec(
+        'nvfp4', 'token', four_over_six='mse'
     ),
+    'mxfp8_e4m3_te': _Spec('mxfp8'),
+    'mxfp4_fouroversix': _Spec('mxfp4'),
 }
+_SPECS = (
+    *_GOLDENS.values(),
+    _Spec('nvfp4', hadamard=True),
+    _Spec('mxfp8', block_2d=True),
+    _Spec('fp8_block'),
+    _Spec('fp8_block', block_2d=True),
+    _Spec('fp8_block', scale_rounding='power_of_two'),
+)
 
 
 @pytest.mark.gpu
@@ -36,18 +54,18 @@ class GpuTest(chex.TestCase):
 
   @parameterized.parameters(*_GOLDENS.items())
   def test_quantizer_gives_the_golden_bytes(self, file, spec):
-    quantize = jax.jit(lambda x: quantization.quantize(x, spec))
+    cases = golden_cases.load(file)
     compared = 0
-    for case in golden_cases.load(file):
-      q = jax.tree.map(np.asarray, quantize(case.x))
-      for name, got in (('codes', q.data), ('scales', q.block_scale)):
-        np.testing.assert_array_equal(
-            got.view(np.uint8), case.want[name], err_msg=f'{case.name} {name}'
-        )
+    for case, q in zip(
+        cases, golden_cases.quantize_all(cases, spec), strict=True
+    ):
+      codes = case.want['data' if 'data' in case.want else 'codes']
+      for got, want in ((q.data, codes), (q.block_scale, case.want['scales'])):
+        np.testing.assert_array_equal(got.view(np.uint8), want, case.name)
         compared += got.size
     self.assertGreater(compared, 60_000)
 
-  @parameterized.parameters(*_GOLDENS.values())
+  @parameterized.parameters(*_SPECS)
   def test_quantizer_equals_numpy_on_five_million_bytes(self, spec):
     rng = np.random.default_rng(0)
     x = rng.normal(size=(4096, 2304)) * np.exp(3 * rng.normal(size=(4096, 1)))
@@ -57,12 +75,15 @@ class GpuTest(chex.TestCase):
     self.assertGreater(data.size + scales.size, 5_000_000)
     np.testing.assert_array_equal(q.data, data)
     np.testing.assert_array_equal(
-        np.asarray(q.block_scale).view(np.uint8), scales
+        np.asarray(q.block_scale).view(np.uint8), scales.view(np.uint8)
     )
     np.testing.assert_array_equal(q.global_scale, global_scale)
 
+  def test_self_check_passes(self):
+    self.assertEqual(list(self_check.faults()), [])
+
   def test_matmul_has_exact_products(self):
-    spec = quantization.QuantSpec('nvfp4', 'token', 'mse')
+    spec = quantization.QuantSpec('nvfp4', 'token', four_over_six='mse')
     precision = matmul.MatmulPrecision(
         spec, dataclasses.replace(spec, outer='tensor')
     )

@@ -18,18 +18,19 @@ from nvfp4_jax import quantization
 TOKEN = quantization.QuantSpec('nvfp4', 'token')
 TENSOR = quantization.QuantSpec('nvfp4', 'tensor')
 FINAL = matmul.MatmulPrecision(
-    quantization.QuantSpec('nvfp4', 'token', 'mse'),
-    quantization.QuantSpec('nvfp4', 'tensor', 'mse'),
+    quantization.QuantSpec('nvfp4', 'token', four_over_six='mse'),
+    quantization.QuantSpec('nvfp4', 'tensor', four_over_six='mse'),
 )
+DEQUANTIZED = matmul.MatmulPrecision(TOKEN, TENSOR)
 PRECISIONS = {
-    'dequantized': matmul.MatmulPrecision(TOKEN, TENSOR),
+    'dequantized': DEQUANTIZED,
     'high_precision': matmul.MatmulPrecision(
         TOKEN, TENSOR, backward='high_precision'
     ),
     'per_tensor': matmul.MatmulPrecision(TENSOR, TENSOR),
     'four_over_six': FINAL,
 }
-GROUP_SIZES = (5, 0, 11, 1, 0, 7)  # of 26 rows, two of them in no group
+GROUP_SIZES = (11, 0, 11, 1, 0, 11)  # of 36 rows, two of them in no group
 
 
 def _dot(x, w):
@@ -55,6 +56,21 @@ def _mode_operands(precision, x, w):
       qtensor.dequantize(quantization.quantize(x, precision.lhs), jnp.bfloat16),
       qtensor.dequantize(quantization.quantize(w, precision.rhs), jnp.bfloat16),
   )
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _run(precision, x, w, dy, group_sizes=None):
+  """Returns y, dgrad and wgrad; `precision` None is bfloat16."""
+
+  def fn(x, w):
+    if precision is None:
+      return matmul.bfloat16_matmul(x, w, group_sizes)
+    if group_sizes is None:
+      return matmul.quantized_matmul(x, w, precision)
+    return matmul.quantized_grouped_matmul(x, w, group_sizes, precision)
+
+  y, vjp = jax.vjp(fn, x, w)
+  return y, *vjp(dy)
 
 
 class QuantizedMatmulTest(chex.TestCase):
@@ -197,19 +213,20 @@ class QuantizedMatmulTest(chex.TestCase):
 
   def test_axis_name_shares_amax_over_shards_of_k(self):
     x, w, _ = _operands(9, (6, 64), (16, 64))
-    split = lambda v: jnp.stack(jnp.split(v, 2, axis=-1))
-    parts = jax.vmap(
-        lambda x, w: matmul.quantized_matmul(
-            x.astype(jnp.float32), w, FINAL, axis_name='k'
-        ),
-        axis_name='k',
-    )(split(x), split(w))
-    whole = matmul.quantized_matmul(x.astype(jnp.float32), w, FINAL)
-    np.testing.assert_allclose(parts.sum(0), whole, rtol=1e-5, atol=1e-5)
-    local = jax.vmap(
-        lambda x, w: matmul.quantized_matmul(x.astype(jnp.float32), w, FINAL)
-    )(split(x), split(w))
-    self.assertGreater(float(jnp.abs(local.sum(0) - whole).max()), 1e-3)
+    x = x.astype(jnp.float32)
+
+    def in_shards(axis_name):
+      fn = lambda x, w: matmul.quantized_matmul(
+          x, w, DEQUANTIZED, axis_name=axis_name
+      )
+      split = lambda v: jnp.stack(jnp.split(v, 2, axis=-1))
+      return jax.jit(jax.vmap(fn, axis_name='k'))(split(x), split(w)).sum(0)
+
+    whole = jax.jit(matmul.quantized_matmul, static_argnums=2)(
+        x, w, DEQUANTIZED
+    )
+    np.testing.assert_allclose(in_shards('k'), whole, rtol=1e-5, atol=1e-5)
+    self.assertGreater(float(jnp.abs(in_shards(None) - whole).max()), 1e-3)
 
   def test_bad_operands_are_refused(self):
     x, w, _ = _operands(10, (4, 32), (16, 32))
@@ -222,7 +239,7 @@ class QuantizedMatmulTest(chex.TestCase):
       call(x, w[:, :16])
     with self.assertRaisesRegex(ValueError, 'Give w, wq or both'):
       call(x, None)
-    with self.assertRaisesRegex(ValueError, 'key is None'):
+    with self.assertRaisesRegex(ValueError, 'key must be None'):
       call(x, w, key=jax.random.key(0))
     with self.assertRaisesRegex(ValueError, '2 axes are needed'):
       call(x, w[None])
@@ -261,30 +278,12 @@ class GroupedMatmulTest(chex.TestCase):
       start += size
       if size:
         x, dy = self.x[rows], self.dy[rows]
-        if precision is None:
-          fn = matmul.bfloat16_matmul
-        else:
-          fn = functools.partial(matmul.quantized_matmul, precision=precision)
-        y[rows], vjp = jax.vjp(fn, x, self.w[e])
-        dx[rows], dw[e] = vjp(dy)
+        y[rows], dx[rows], dw[e] = _run(precision, x, self.w[e], dy)
     return y, dx, dw
 
   def _grouped(self, precision):
-    if precision is None:
-      fn = lambda x, w: matmul.bfloat16_matmul(x, w, self.sizes)
-    else:
-      fn = lambda x, w: matmul.quantized_grouped_matmul(
-          x, w, self.sizes, precision
-      )
-
-    @jax.jit
-    def run(x, w, dy):
-      y, vjp = jax.vjp(fn, x, w)
-      return y, *vjp(dy)
-
-    return jax.tree.map(
-        lambda a: np.asarray(a, np.float32), run(self.x, self.w, self.dy)
-    )
+    results = _run(precision, self.x, self.w, self.dy, self.sizes)
+    return jax.tree.map(lambda a: np.asarray(a, np.float32), results)
 
   @parameterized.named_parameters(
       *(item for item in PRECISIONS.items() if item[0] != 'per_tensor'),
@@ -324,15 +323,9 @@ class GroupedMatmulTest(chex.TestCase):
       chex.assert_trees_all_equal(alone, many[:rows])
 
   def test_all_groups_empty_gives_zeros(self):
-    y, vjp = jax.vjp(
-        lambda x, w: matmul.quantized_grouped_matmul(
-            x, w, jnp.zeros(6, jnp.int32), FINAL
-        ),
-        self.x,
-        self.w,
-    )
-    for array in (y, *vjp(self.dy)):
-      np.testing.assert_array_equal(np.asarray(array, np.float32), 0)
+    self.sizes = jnp.zeros(6, jnp.int32)
+    for array in self._grouped(FINAL):
+      np.testing.assert_array_equal(array, 0)
 
   def test_work_does_not_grow_with_experts_times_rows(self):
     def flops(experts):

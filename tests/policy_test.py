@@ -172,9 +172,10 @@ class QuantizeParamsTest(parameterized.TestCase):
       self.assertEqual(float(leaf.global_scale[0, 0, 0]), np.float32(8 / 2688))
 
   def test_bytes_do_not_depend_on_the_segments(self):
-    quantizer, params = self._stacked(MOE)
+    recipe = 'nvfp4_dequantized'
+    quantizer, params = self._stacked(MOE, recipe)
     tree = policy.quantize_params(quantizer, params)
-    _, split = self._stacked(MOE, segments=(1, 2, 1))
+    _, split = self._stacked(MOE, recipe, segments=(1, 2, 1))
     again = policy.quantize_params(quantizer, split)
     chex.assert_trees_all_equal(
         transformer.unstack(tree), transformer.unstack(again)

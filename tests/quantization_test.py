@@ -55,6 +55,22 @@ class OracleTest(chex.TestCase):
     x = _normal(0, _SHAPE)
     _assert_equals_numpy(_quantize(x, spec), x, spec)
 
+  @parameterized.parameters(
+      quantization.QuantSpec('nvfp4', block_2d=True),
+      quantization.QuantSpec('nvfp4', block_2d=True, four_over_six='mae'),
+      quantization.QuantSpec('nvfp4', four_over_six='mse', error='fast'),
+      quantization.QuantSpec('nvfp4', hadamard=True),
+      quantization.QuantSpec('mxfp8'),
+      quantization.QuantSpec('mxfp8', block_2d=True),
+      quantization.QuantSpec('mxfp4'),
+      quantization.QuantSpec('fp8_block'),
+      quantization.QuantSpec('fp8_block', block_2d=True),
+      quantization.QuantSpec('fp8_block', scale_rounding='power_of_two'),
+  )
+  def test_equals_numpy_in_other_formats(self, spec):
+    x = _coarse((1024, 1024)).astype(ml_dtypes.bfloat16)
+    _assert_equals_numpy(_quantize(x, spec), x, spec)
+
   def test_would_see_a_reciprocal_in_place_of_a_division(self):
     reciprocal = lambda a, b: jnp.float32(a) * (1 / b)
     x = _coarse((8, 256, 256))
@@ -407,7 +423,7 @@ def _coarse(shape):
 
 def _assert_equals_numpy(q, x, spec):
   data, scales, global_scale = numpy_oracle.quantize(x, spec)
-  _assert_bytes(q, data, scales)
+  _assert_bytes(q, data, scales.view(np.uint8))
   np.testing.assert_array_equal(q.global_scale, global_scale)
 
 

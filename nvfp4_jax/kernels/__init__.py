@@ -17,22 +17,41 @@ from nvfp4_jax.kernels import reference
 
 
 def scaled_matmul(
-    xq: qtensor.QTensor,
+    x: jax.Array | qtensor.QTensor,
     wq: qtensor.QTensor,
     group_sizes: jax.Array | None = None,
 ) -> jax.Array:
-  """Returns `dequantize(xq) @ dequantize(wq).T`, float32 `[M, N]`.
+  """Returns `x @ w.T`, float32 `[M, N]`, of quantized operands.
 
   Codes times block scales are multiplied exactly, as bfloat16, and added in
-  float32; f32(D_x * D_w), the product of the global scales, is applied to the
-  sum.
+  float32; the product of the global scales, f32(D_x * D_w), is applied to the
+  sum. fp8_block has float32 block scales: both operands are then float32, and
+  so are products.
 
   Args:
-    xq: quantized `[M, K]`.
+    x: quantized `[M, K]`, or bfloat16.
     wq: quantized `[N, K]`, or `[E, N, K]` with `group_sizes`.
     group_sizes: `[E]` int32 or None.
   """
-  return reference.scaled_matmul(xq, wq, group_sizes)
+  return reference.scaled_matmul(x, wq, group_sizes)
+
+
+def scaled_wgrad(
+    dyq: qtensor.QTensor,
+    xq: qtensor.QTensor,
+    group_sizes: jax.Array | None = None,
+) -> jax.Array:
+  """Returns `dy.T @ x` of column copies, whose contraction axis M is last.
+
+  Args:
+    dyq: quantized `[N, M]`.
+    xq: quantized `[K, M]`.
+    group_sizes: `[E]` int32, multiples of the block, or None.
+
+  Returns:
+    float32 `[N, K]`, or `[E, N, K]` with `group_sizes`.
+  """
+  return reference.scaled_wgrad(dyq, xq, group_sizes)
 
 
 def matmul(

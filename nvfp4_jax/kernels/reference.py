@@ -1,13 +1,15 @@
 """Matmuls in plain XLA: any platform, any shape; the oracle of the others.
 
-NVFP4 operands are decoded to bfloat16, which is exact, so that a bfloat16 dot
-with float32 accumulation has exact products.
+Quantized operands are decoded to bfloat16, which is exact, so that a bfloat16
+dot with float32 accumulation has exact products. fp8_block, with its float32
+block scales, is decoded to float32 instead and uses float32 dots.
 
 Grouped matmuls walk over blocks of rows, each with its own expert, in a loop
 whose trip count is the number of blocks really needed: the work grows with
 rows, not with rows times experts, as it does in `lax.ragged_dot` on CPU.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -24,17 +26,35 @@ _FEWEST_FEATURES = 8
 
 @jax.jit
 def scaled_matmul(
-    xq: qtensor.QTensor,
+    x: jax.Array | qtensor.QTensor,
     wq: qtensor.QTensor,
     group_sizes: jax.Array | None = None,
 ) -> jax.Array:
   """See `kernels.scaled_matmul`."""
-  y = matmul(qtensor.decode(xq), qtensor.decode(wq), group_sizes)
+  y = matmul(_decode(x), _decode(wq), group_sizes)
   w_scale = wq.global_scale
-  if group_sizes is not None:
-    w_scale = w_scale[_group_of_row(group_sizes, y.shape[0]), 0]
-  # `exact` keeps XLA from applying one scale after the other.
-  return y * exact.multiply(xq.global_scale, w_scale)
+  if w_scale is not None:
+    if group_sizes is not None:
+      w_scale = w_scale[_group_of_row(group_sizes, y.shape[0])][..., 0]
+    else:
+      w_scale = w_scale.T
+  return _apply_scales(y, _global_scale(x), w_scale)
+
+
+@jax.jit
+def scaled_wgrad(
+    dyq: qtensor.QTensor,
+    xq: qtensor.QTensor,
+    group_sizes: jax.Array | None = None,
+) -> jax.Array:
+  """See `kernels.scaled_wgrad`."""
+  dy, x = _decode(dyq), _decode(xq)
+  if group_sizes is None:
+    y = _dot(dy, x, _LAST)
+  else:
+    y = wgrad(dy.T, x.T, group_sizes)
+  x_scale = None if xq.global_scale is None else xq.global_scale.T
+  return _apply_scales(y, dyq.global_scale, x_scale)
 
 
 @jax.jit
@@ -81,27 +101,51 @@ def wgrad(
   return lax.fori_loop(0, plan.count, add_block, dw)
 
 
+def _decode(operand):
+  if isinstance(operand, qtensor.QTensor):
+    return qtensor.decode(operand)
+  return operand
+
+
+def _global_scale(operand):
+  return getattr(operand, 'global_scale', None)
+
+
+def _apply_scales(y, x_scale, w_scale):
+  """Returns `y * f32(D_x * D_w)`; None stands for 1."""
+  if x_scale is None or w_scale is None:
+    scale = w_scale if x_scale is None else x_scale
+    return y if scale is None else y * scale
+  # `exact` keeps XLA from applying one scale after the other.
+  return y * exact.multiply(x_scale, w_scale)
+
+
 def _dot(x, w, dimension_numbers):
-  """Returns a bfloat16 dot with float32 accumulation.
+  """Returns a dot with float32 accumulation, of bfloat16 or float32 operands.
 
   XLA on CPU adds in another order where there is one row, or few rows and few
   features. Rows of zeros keep every dot on the common path, so that a row's
   bits do not depend on how many rows there are.
   """
+  precision = None
+  if jnp.float32 in (x.dtype, w.dtype):
+    x, w = x.astype(jnp.float32), w.astype(jnp.float32)
+    precision = lax.Precision.HIGHEST  # or a GPU may round to TF32
+  dot = functools.partial(
+      lax.dot_general,
+      dimension_numbers=dimension_numbers,
+      precision=precision,
+      preferred_element_type=jnp.float32,
+  )
   if dimension_numbers is _FIRST:
-    return lax.dot_general(
-        x, w, dimension_numbers, preferred_element_type=jnp.float32
-    )
+    return dot(x, w)
   rows = x.shape[0]
   features = w.shape[0 if dimension_numbers is _LAST else 1]
   if rows == 1:
     x = _pad_rows(x, 1)
   if dimension_numbers is _LAST and features < _FEWEST_FEATURES:
     w = _pad_rows(w, _FEWEST_FEATURES - features)
-  y = lax.dot_general(
-      x, w, dimension_numbers, preferred_element_type=jnp.float32
-  )
-  return y[:rows, :features]
+  return dot(x, w)[:rows, :features]
 
 
 def _for_each_block(x, w, group_sizes, dimension_numbers, features):

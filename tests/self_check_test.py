@@ -1,0 +1,46 @@
+"""The self-check's digests are right, and it names the rule that is broken."""
+
+from unittest import mock
+
+from absl.testing import parameterized
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from nvfp4_jax import exact
+from nvfp4_jax import self_check
+from tests import numpy_oracle
+
+
+class SelfCheckTest(parameterized.TestCase):
+
+  @parameterized.parameters(*self_check.DIGESTS.items())
+  def test_digests_are_those_of_numpy(self, spec, digests):
+    arrays = numpy_oracle.quantize(self_check.input_matrix(), spec)
+    want = tuple(None if a is None else self_check.digest(a) for a in arrays)
+    self.assertEqual(digests, want)
+
+  def test_passes_here(self):
+    self.assertEqual(list(self_check.faults()), [])
+    self_check.check()
+
+  def test_names_the_first_broken_rule(self):
+    reciprocal = lambda a, b: jnp.float32(a) * (1 / jnp.asarray(b))
+    jax.clear_caches()
+    with mock.patch.object(exact, 'divide', reciprocal):
+      found = [rule for rule, _ in self_check.faults()]
+      with self.assertRaisesRegex(
+          self_check.SelfCheckError, r'exact.divide.*\d+ of 131072 results'
+      ):
+        self_check.check()
+    jax.clear_caches()
+    self.assertEqual(found[0], 'exact.divide rounds once')
+    self.assertTrue(any("QuantSpec(format='nvfp4'" in rule for rule in found))
+    # MX scales need no division by a variable.
+    self.assertFalse(any("QuantSpec(format='mxfp8'" in rule for rule in found))
+
+  def test_input_spans_what_quantizers_meet(self):
+    x = np.abs(self_check.input_matrix().astype(np.float32))
+    blocks = x.reshape(x.shape[0], -1, 16)
+    self.assertGreater(np.median(blocks.max(-1) / blocks.min(-1)), 2.0**6)
+    self.assertGreater(x.max(1).max() / x.max(1).min(), 2.0**14)
