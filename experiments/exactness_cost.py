@@ -1,18 +1,21 @@
-"""What it costs that learner and sampler compute the same bits.
+"""What it costs that bits are fixed: quantizers, and the policy's programs.
 
     python -m experiments.exactness_cost smoke
     python -m experiments.exactness_cost figure     # the table in the README
 
-Times the learner's forward pass, an update and a rollout as they are, and with
-plain XLA in place of the functions of `nvfp4_jax.exact` that fix the order of
-sums and the rounding points (jnp.sum, jnp.exp, no fences, attention in one
-block). Both are compiled ahead, then run in turn; a row holds the ratio of the
-medians. Quantization is the same in both.
+Times quantizers against the same formulas in float32 as XLA compiles them (a
+division may become a multiply by a reciprocal), and the learner's forward pass,
+an update and a rollout against plain XLA in place of the functions of
+`nvfp4_jax.exact` that fix the order of sums and the rounding points (jnp.sum,
+jnp.exp, no fences, attention in one block). Both are compiled ahead, then run
+in turn; a row holds the ratio of the medians.
 """
 
 from collections.abc import Callable
 import contextlib
 import dataclasses
+import functools
+import itertools
 import pathlib
 import time
 from unittest import mock
@@ -25,6 +28,7 @@ import numpy as np
 from experiments import run
 from nvfp4_jax import exact
 from nvfp4_jax import policy
+from nvfp4_jax import quantization
 from nvfp4_jax import recipes
 from nvfp4_jax import sampler
 from nvfp4_jax.models import config as model_config
@@ -56,6 +60,7 @@ class Config:
   batches: tuple[int, ...] = (128, 16)  # one for each model
   prompt_length: int = 16
   new_tokens: int = 16
+  quantized_shape: tuple[int, int] = (2048, 2048)
   repeats: int = 9
 
 
@@ -68,6 +73,7 @@ PRESETS = {
             models=(dataclasses.replace(model_config.tiny(16), num_layers=1),),
             batches=(4,),
             new_tokens=4,
+            quantized_shape=(128, 128),
             repeats=1,
         ),
     ),
@@ -75,19 +81,50 @@ PRESETS = {
 }
 
 
+_SPECS = {
+    'nvfp4': quantization.QuantSpec('nvfp4'),
+    'nvfp4 per token': quantization.QuantSpec('nvfp4', 'token'),
+    'nvfp4 4/6 per token': quantization.QuantSpec(
+        'nvfp4', 'token', four_over_six='mse'
+    ),
+    'mxfp8': quantization.QuantSpec('mxfp8'),
+    'fp8_block': quantization.QuantSpec('fp8_block'),
+}
+
+
 def main(cfg: Config, log: run.Log) -> None:
-  """Logs one row for each model, recipe and program."""
+  """Logs one row for each quantizer, and each model, recipe and program."""
   log.rewind(0)
-  step = 0
+  steps = itertools.count()
+
+  def log_ratios(labels, programs):
+    seconds = _time_in_turn(cfg, programs)
+    for program in dict.fromkeys(name for _, name in programs):
+      fixed, plain = seconds['exact', program], seconds['plain', program]
+      row = labels | {'program': program}
+      times = {'seconds': fixed, 'ratio': fixed / plain}
+      log({'step': next(steps), **row, **times})
+      print(f'{row}  {1e3 * fixed:.1f} ms  ratio {fixed / plain:.2f}')
+
+  log_ratios({'shape': cfg.quantized_shape}, _quantizers(cfg))
   for model, batch in zip(cfg.models, cfg.batches, strict=True):
     for name in cfg.recipes:
-      seconds = _time_in_turn(cfg, _programs(cfg, model, batch, name))
-      for program in ('forward', 'update', 'rollout'):
-        fixed, plain = seconds['exact', program], seconds['plain', program]
-        row = {'embed_dim': model.embed_dim, 'recipe': name, 'program': program}
-        log({'step': step, **row, 'seconds': fixed, 'ratio': fixed / plain})
-        print(f'{row}  {1e3 * fixed:.1f} ms  ratio {fixed / plain:.2f}')
-        step += 1
+      labels = {'embed_dim': model.embed_dim, 'recipe': name}
+      log_ratios(labels, _programs(cfg, model, batch, name))
+
+
+def _quantizers(cfg):
+  """Returns compiled quantizers by (arithmetic, name)."""
+  x = jax.random.normal(jax.random.key(0), cfg.quantized_shape, jnp.bfloat16)
+  programs = {}
+  for kind in ('exact', 'plain'):
+    jax.clear_caches()
+    with _plain_division() if kind == 'plain' else contextlib.nullcontext():
+      for name, spec in _SPECS.items():
+        fn = jax.jit(functools.partial(quantization.quantize, spec=spec))
+        fn = fn.lower(x).compile()
+        programs[kind, f'quantize {name}'] = functools.partial(fn, x)
+  return programs
 
 
 def _programs(cfg, model, batch, name):
@@ -150,16 +187,30 @@ def _compile(cfg, config, batch, name) -> Programs:
 
 
 def _plain_arithmetic():
-  """Returns a context in which `exact` leaves everything to XLA."""
+  """Returns a context in which `exact` leaves the model to XLA."""
   same = lambda x: x
+  return _patched(
+      fence=same,
+      tree_sum=lambda x: jnp.sum(x, axis=-1),
+      rsqrt=lax.rsqrt,
+      exp=jnp.exp,
+      log=jnp.log,
+  )
+
+
+def _plain_division():
+  """Returns a context in which `exact` leaves quantizers to XLA."""
+  return _patched(
+      divide=lambda a, b: jnp.float32(a) / b,
+      multiply=lambda a, b: a * b,
+      sum_in_order=lambda x: jnp.sum(x, axis=-1),
+      fence=lambda x: x,
+  )
+
+
+def _patched(**functions):
   stack = contextlib.ExitStack()
-  for name, fn in {
-      'fence': same,
-      'tree_sum': lambda x: jnp.sum(x, axis=-1),
-      'rsqrt': lax.rsqrt,
-      'exp': jnp.exp,
-      'log': jnp.log,
-  }.items():
+  for name, fn in functions.items():
     stack.enter_context(mock.patch.object(exact, name, fn))
   return stack
 

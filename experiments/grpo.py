@@ -7,9 +7,11 @@
 
 The warm start (experiments.sft) has learned wrong facts; reinforcement corrects
 them. A run writes metrics.jsonl, checkpoints and figures/ to its workdir;
-recipes in `compare` do so in a subfolder each.
+recipes in `compare` do so in a subfolder each. With --diagnostics_interval=10,
+diagnostics.jsonl gets a row for every quantized weight every 10 steps.
 """
 
+from collections.abc import Mapping
 import dataclasses
 import pathlib
 import sys
@@ -54,6 +56,7 @@ class Config:
   eval_interval: int = 10  # held-out accuracy every so many steps
   eval_problems: int = 256
   save_interval: int = 20
+  diagnostics_interval: int = 0  # rows of diagnostics.jsonl every so many steps
   seed: int = 0  # of warm start and sampling
 
   def __post_init__(self):
@@ -132,6 +135,8 @@ def train(cfg: Config, warm: policy.ParamTree, log: run.Log) -> None:
     state = transformer.map_params(stack, arrays)
     start = record['step']
   log.rewind(start)
+  weight_log = _WeightLog(cfg)
+  weight_log.rows.rewind(start)
 
   synced = loop.sync(quantizers, state.params)
   progress = run.Progress(cfg.recipe, cfg.steps, start)
@@ -146,6 +151,8 @@ def train(cfg: Config, warm: policy.ParamTree, log: run.Log) -> None:
     if done == cfg.steps:  # the last row is scored after its update
       scores = _evaluate(cfg, settings, task, quantizers, synced)
     log(row | scores)
+    if cfg.diagnostics_interval and step % cfg.diagnostics_interval == 0:
+      weight_log(step, loop.weight_stats(state.params, synced.sampler))
     progress(
         done,
         f'reward {row["reward"]:.2f}'
@@ -155,6 +162,28 @@ def train(cfg: Config, warm: policy.ParamTree, log: run.Log) -> None:
       arrays = transformer.map_params(transformer.unstack, state)
       record = {'step': done, 'policy': saved_policy}
       checkpoint.save(folder, done, arrays, record)
+
+
+class _WeightLog:
+  """Rows of quantization statistics; warns once of each underflowing weight."""
+
+  def __init__(self, cfg: Config):
+    self.rows = run.Log(cfg.workdir, 'diagnostics.jsonl')
+    self._warned: set[str] = set()
+
+  def __call__(self, step: int, stats: Mapping[str, loop.Row]) -> None:
+    for name, values in stats.items():
+      self.rows({'step': step, 'name': name, **values})
+      if values['underflow_blocks'] and name not in self._warned:
+        self._warned.add(name)
+        count, elements = (
+            int(values[f'underflow_{what}']) for what in ('blocks', 'elements')
+        )
+        print(
+            f'Warning: {name}: the scales of {count} blocks underflow, so that'
+            f' {elements} elements are zero (step {step}).',
+            file=sys.stderr,
+        )
 
 
 def _evaluate(cfg, settings, task, quantizers, synced):

@@ -70,6 +70,91 @@ def grpo(
   return _save(figure, folder / 'grpo.png')
 
 
+def quantization_error(
+    workdir: pathlib.Path, folder: pathlib.Path
+) -> pathlib.Path:
+  """Draws grids, SQNR, parts of the error and leaks of one run."""
+  rows = _rows(workdir)
+  of_kind = lambda kind: [row for row in rows if row['kind'] == kind]
+  figure, axes = plt.subplots(1, 4, figsize=(15, 4), layout='constrained')
+  for i, row in enumerate(of_kind('grid')):
+    values = np.array(row['values'])
+    axes[0].plot(values, np.full(values.shape, i), '|', markersize=12)
+    text = f'{row["name"]}: worst error 1/{1 / row["worst_error"]:.3g}'
+    axes[0].text(0, i + 0.2, text)
+  axes[0].set(title='values of a block / amax', yticks=[], ylim=(-0.5, 2.6))
+
+  errors = of_kind('error')
+  names = list(dict.fromkeys(row['name'] for row in errors))
+  distributions = list(dict.fromkeys(row['distribution'] for row in errors))
+  width = 0.8 / len(distributions)
+  for i, distribution in enumerate(distributions):
+    sqnr = [
+        [r['sqnr_db'] for r in errors if _is(r, n, distribution)] for n in names
+    ]
+    at = np.arange(len(names)) + i * width - 0.4 + width / 2
+    axes[1].barh(at, np.mean(sqnr, axis=1), width, label=distribution)
+  axes[1].set(title='SQNR, dB', yticks=range(len(names)), yticklabels=names)
+  axes[1].legend(frameon=False, fontsize=7)
+
+  left = np.zeros(len(names))
+  for part in ('scale_bias', 'deadzone', 'grid_noise'):
+    share = np.array(
+        [
+            np.mean([r[part] for r in errors if _is(r, n, 'normal')])
+            for n in names
+        ]
+    )
+    axes[2].barh(names, share, left=left, label=part)
+    left += share
+  axes[2].set(title='parts of the error, squared / x^2 (normal)', yticks=[])
+  axes[2].legend(frameon=False)
+
+  leaks = of_kind('leak')
+  for name in dict.fromkeys(row['name'] for row in leaks):
+    line = [(r['growth'], r['changed']) for r in leaks if r['name'] == name]
+    axes[3].plot(*zip(*line, strict=True), 'o-', label=name)
+  axes[3].set(
+      title='other tokens: changed values',
+      xlabel='growth of one token',
+      xscale='log',
+  )
+  axes[3].legend(frameon=False)
+  return _save(figure, folder / 'quantization_error.png')
+
+
+def backward_modes(workdir: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
+  """Draws gradient errors and memory of one run."""
+  rows = _rows(workdir)
+  modes = list(dict.fromkeys(row['mode'] for row in rows))
+  mean = lambda key: [
+      np.mean([row[key] for row in rows if row['mode'] == mode])
+      for mode in modes
+  ]
+  figure, axes = plt.subplots(1, 3, figsize=(13, 3.6), layout='constrained')
+  at = np.arange(len(modes))
+  for axis, kind in ((axes[0], 'error'), (axes[1], 'inconsistency')):
+    for shift, gradient in ((-0.2, 'dgrad'), (0.2, 'wgrad')):
+      axis.barh(at + shift, mean(f'{gradient}_{kind}'), 0.4, label=gradient)
+    axis.legend(frameon=False)
+  axes[0].set(
+      title='gradient error, of the float32 layer', yticks=at, yticklabels=modes
+  )
+  axes[1].set(title='... and of the function that fprop computed', yticks=[])
+  left = np.zeros(len(modes))
+  for kind in ('activation', 'weight'):
+    mib = np.array(mean(f'{kind}_bytes')) / 2**20
+    axes[2].barh(modes, mib, left=left, label=f'{kind}s')
+    left += mib
+  axes[2].set(title='kept for the backward pass, MiB', yticks=[])
+  axes[2].legend(frameon=False)
+  return _save(figure, folder / 'backward_modes.png')
+
+
+def _is(row, name, distribution):
+  return row['name'] == name and row['distribution'] == distribution
+
+
 def _curves(axis, seeds, key, color, *, style='-', smooth=False, label=None):
   """Draws a value of each seed, thin, and the mean over seeds."""
   steps = [row['step'] for row in seeds[0]]

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import tyro
 
 from nvfp4_jax import config
+from nvfp4_jax import self_check
 
 
 class Experiment(Protocol):
@@ -31,15 +32,15 @@ class Experiment(Protocol):
 
 
 class Log:
-  """The rows of WORKDIR/metrics.jsonl.
+  """The rows of WORKDIR/metrics.jsonl, or of another file there.
 
   A row is written with one call and flushed; a line that a kill cut short is
   dropped when the file is opened again.
   """
 
-  def __init__(self, workdir: pathlib.Path):
+  def __init__(self, workdir: pathlib.Path, name: str = 'metrics.jsonl'):
     workdir.mkdir(parents=True, exist_ok=True)
-    self.path = workdir / 'metrics.jsonl'
+    self.path = workdir / name
     if self.path.exists() and not self.path.read_bytes().endswith(b'\n'):
       self._write(read_rows(self.path))
 
@@ -108,6 +109,8 @@ def launch[C: Experiment](
 ) -> None:
   """Runs `main` with the configuration that the command line asks for.
 
+  Before that, the device is checked (`nvfp4_jax.self_check`).
+
   Args:
     main: takes the configuration and the log.
     presets: description and configuration by name.
@@ -121,6 +124,7 @@ def launch[C: Experiment](
         dict(presets), args=args, use_underscores=True
     )
     _refuse_other_run(cfg)
+  self_check.check()
   save_config(cfg.workdir, cfg)
   main(cfg, Log(cfg.workdir))
 

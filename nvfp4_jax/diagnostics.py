@@ -4,6 +4,7 @@ from flax import struct
 import jax
 import jax.numpy as jnp
 
+from nvfp4_jax import exact
 from nvfp4_jax import formats
 from nvfp4_jax import qtensor
 
@@ -94,7 +95,7 @@ def error_parts(x: jax.Array, q: qtensor.QTensor) -> ErrorParts:
   x = x.astype(jnp.float32)
   blocks = qtensor.split_blocks(x, q.format.block)
   amax = jnp.max(jnp.abs(blocks), axis=-1, keepdims=True, initial=0.0)
-  ideal = amax / q.format.elem_max
+  ideal = exact.divide(amax, q.format.elem_max)
   scaled = jnp.where(ideal > 0, blocks / jnp.where(ideal > 0, ideal, 1.0), 0.0)
   on_grid = qtensor.merge_blocks(_round_to_grid(scaled, q) * ideal, x.shape[-1])
   is_zero = on_grid == 0

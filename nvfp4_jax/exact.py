@@ -108,7 +108,7 @@ def fence(x: jax.Array) -> jax.Array:
   Put it on an inexact product that feeds a sum, so that no FMA can change the
   sum, and on a factor that must not be reordered with others.
   """
-  return lax.reduce_precision(x, 8, 22)
+  return _fence(x)
 
 
 fence.defjvp(lambda x, t: (fence(*x), *t))
@@ -144,7 +144,7 @@ def rsqrt(x: jax.Array) -> jax.Array:
   The fence between the steps keeps XLA from replacing both by its own, less
   exact rsqrt where nothing else uses the square root.
   """
-  return fence(1.0 / fence(jnp.sqrt(x)))
+  return _fence(1.0 / _fence(jnp.sqrt(x)))
 
 
 @rsqrt.defjvp
@@ -161,11 +161,11 @@ def exp(x: jax.Array) -> jax.Array:
   scalar and vector code give the same bits. NaN gives NaN.
   """
   clipped = jnp.maximum(x, -87.0)
-  n = jnp.round(fence(clipped * _LOG2_E))
-  r = (clipped - n * _LN2_HIGH) - fence(n * _LN2_LOW)
+  n = jnp.round(_fence(clipped * _LOG2_E))
+  r = (clipped - n * _LN2_HIGH) - _fence(n * _LN2_LOW)
   p = jnp.full_like(r, 1 / 720)
   for coefficient in (1 / 120, 1 / 24, 1 / 6, 0.5, 1.0, 1.0):
-    p = fence(p * r) + jnp.float32(coefficient)
+    p = _fence(p * r) + jnp.float32(coefficient)
   power = (n.astype(jnp.int32) + 127) << 23
   return jnp.where(
       x < -87.0, 0.0, p * lax.bitcast_convert_type(power, jnp.float32)
@@ -188,18 +188,23 @@ def log(x: jax.Array) -> jax.Array:
   exponent = (bits - 0x3F3504F3) >> 23  # mantissa in [sqrt(1/2), sqrt(2))
   m = lax.bitcast_convert_type(bits - (exponent << 23), jnp.float32)
   z = (m - 1.0) / (m + 1.0)
-  square = fence(z * z)
+  square = _fence(z * z)
   p = jnp.full_like(z, 1 / 9)
   for coefficient in (1 / 7, 1 / 5, 1 / 3, 1.0):
-    p = fence(p * square) + jnp.float32(coefficient)
+    p = _fence(p * square) + jnp.float32(coefficient)
   n = exponent.astype(jnp.float32)
-  y = (fence(2.0 * z * p) + fence(n * _LN2_LOW)) + n * _LN2_HIGH
+  y = (_fence(2.0 * z * p) + _fence(n * _LN2_LOW)) + n * _LN2_HIGH
   return jnp.where(jnp.isnan(x), x, y)
 
 
 @log.defjvp
 def _log_jvp(primals, tangents):
   return log(*primals), tangents[0] / primals[0]
+
+
+def _fence(x):
+  """`fence` without its derivative, for functions that have their own."""
+  return lax.reduce_precision(x, 8, 22)
 
 
 def _in_float64(operation, a, b):

@@ -1,5 +1,7 @@
 """Tests of diagnostics."""
 
+import dataclasses
+
 from absl.testing import parameterized
 import chex
 import jax
@@ -7,8 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from nvfp4_jax import diagnostics
+from nvfp4_jax import qtensor
+from nvfp4_jax import quantization
 
 # Compiling dominates the time of these tests.
+_quantize = jax.jit(quantization.quantize, static_argnames='spec')
+_error_parts = jax.jit(diagnostics.error_parts)
+_stats = jax.jit(diagnostics.quantization_stats)
 _FUNCTIONS = (jax.jit(diagnostics.logprob_gap), jax.jit(diagnostics.kl_k3))
 _logprob_gap, _kl_k3 = _FUNCTIONS
 
@@ -119,3 +126,76 @@ def _random_logprobs():
   a, b = -rng.exponential(size=(2, 4, 6))
   mask = rng.random((4, 6)) < 0.5
   return jnp.float32(a), jnp.float32(b), jnp.asarray(mask)
+
+
+class QuantizationErrorTest(chex.TestCase):
+
+  def _random(self):
+    x = jax.random.normal(jax.random.key(0), (32, 256))
+    return x * jnp.exp(2 * jax.random.normal(jax.random.key(1), (32, 1)))
+
+  @parameterized.parameters(
+      quantization.QuantSpec('nvfp4'),
+      quantization.QuantSpec('nvfp4', 'token', four_over_six='mse'),
+      quantization.QuantSpec('mxfp4'),
+      quantization.QuantSpec('mxfp8'),
+      quantization.QuantSpec('fp8_block'),
+  )
+  def test_parts_sum_to_the_error(self, spec):
+    x = self._random()
+    q = _quantize(x, spec)
+    parts = _error_parts(x, q)
+    parts = [np.asarray(p, np.float64) for p in jax.tree.leaves(parts)]
+    error = np.asarray(qtensor.dequantize(q, jnp.float32) - x, np.float64)
+    # Each part is a float32 difference: half an ulp of the block's amax each.
+    bound = 2.0**-22 * np.abs(np.asarray(x)).max(axis=1, keepdims=True)
+    self.assertTrue(np.all(np.abs(sum(parts) - error) <= bound))
+
+  def test_parts_are_zero_where_their_cause_is_missing(self):
+    grid = jnp.array([0.5, 1, 1.5, 2, 3, 4, 6, -6] * 4)
+    q = _quantize(grid[None], quantization.QuantSpec('mxfp4'))
+    parts = _error_parts(grid[None], q)
+    for part in jax.tree.leaves(parts):
+      np.testing.assert_array_equal(part, 0.0)
+    # 7 does not fit; MXFP4's scale doubles. 0.05 is in the deadzone.
+    x = grid.at[0].set(7.0).at[1].set(0.05)[None]
+    q = _quantize(x, quantization.QuantSpec('mxfp4'))
+    parts = _error_parts(x, q)
+    self.assertEqual(float(parts.deadzone[0, 1]), np.float32(-0.05))
+    self.assertEqual(int(jnp.sum(parts.deadzone != 0)), 1)
+    self.assertGreater(float(jnp.abs(parts.scale_bias).sum()), 1.0)
+    self.assertEqual(float(parts.grid_noise[0, 0]), 0.0)
+
+  def test_report_a2_counts_underflow(self):
+    # pytorch/ao#4598: the small block's scale underflows.
+    x = jnp.full((1, 32), 1e-6, jnp.bfloat16).at[0, 16].set(1.0)
+    q = _quantize(x, quantization.QuantSpec('nvfp4'))
+    stats = _stats(x, q)
+    self.assertEqual(float(stats.underflow_blocks), 1)
+    self.assertEqual(float(stats.underflow_elements), 16)
+    self.assertEqual(float(stats.zeroed_elements), 15)
+
+  def test_counts_saturation(self):
+    x = jnp.ones((1, 32))
+    q = _quantize(x, quantization.QuantSpec('nvfp4'))
+    stats = _stats(x.at[0, 3].set(1.5), q)
+    self.assertEqual(float(stats.saturated_elements), 1)
+
+  def test_sqnr_of_formats_is_ordered(self):
+    x = self._random()
+    sqnr = {
+        name: float(
+            _stats(x, _quantize(x, quantization.QuantSpec(name))).sqnr_db
+        )
+        for name in ('mxfp4', 'nvfp4', 'mxfp8')
+    }
+    self.assertLess(sqnr['mxfp4'], sqnr['nvfp4'])
+    self.assertLess(sqnr['nvfp4'], sqnr['mxfp8'])
+    self.assertGreater(sqnr['nvfp4'], 18)
+
+  def test_zero_tensor_has_no_error_and_no_nan(self):
+    x = jnp.zeros((2, 32))
+    stats = _stats(x, _quantize(x, quantization.QuantSpec('nvfp4')))
+    self.assertEqual(float(stats.sqnr_db), np.inf)
+    for leaf in jax.tree.leaves(dataclasses.replace(stats, sqnr_db=0.0)):
+      self.assertEqual(float(leaf), 0.0)

@@ -128,7 +128,9 @@ class ForwardTest(chex.TestCase):
     bound = 300 * 2.0**-24 * (np.abs(a) @ np.abs(b).T)
     self.assertTrue(np.all(np.abs(np.asarray(y) - a @ b.T) <= bound))
 
-  @parameterized.named_parameters((name, *PAIRS[name]) for name in PAIRS)
+  @parameterized.named_parameters(
+      (name, *PAIRS[name]) for name in ('w4a16', 'w4a8', 'fp8_block')
+  )
   def test_grouped_equals_a_loop_over_groups(self, lhs, rhs):
     precision = matmul.MatmulPrecision(lhs, rhs)
     x, w, dy = _operands(experts=len(GROUP_SIZES))

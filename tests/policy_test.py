@@ -173,9 +173,9 @@ class QuantizeParamsTest(parameterized.TestCase):
 
   def test_bytes_do_not_depend_on_the_segments(self):
     recipe = 'nvfp4_dequantized'
-    quantizer, params = self._stacked(MOE, recipe)
+    quantizer, params = self._stacked(DENSE, recipe)
     tree = policy.quantize_params(quantizer, params)
-    _, split = self._stacked(MOE, recipe, segments=(1, 2, 1))
+    _, split = self._stacked(DENSE, recipe, segments=(1, 2, 1))
     again = policy.quantize_params(quantizer, split)
     chex.assert_trees_all_equal(
         transformer.unstack(tree), transformer.unstack(again)

@@ -130,6 +130,40 @@ class ZeroTest(chex.TestCase):
     _assert_same(_quantize(negative, spec), _quantize(x, spec))
 
 
+class ReportsTest(chex.TestCase):
+  """Public reports of faults in other tools, as small inputs."""
+
+  def test_a1_no_scale_byte_of_zeros_is_nan(self):
+    # Model-Optimizer#1397.
+    q = _quantize(jnp.zeros((2, 32)), _TENSOR)
+    _assert_bytes(q, codes=np.zeros((2, 16)), scales=np.zeros((2, 2)))
+    self.assertTrue(np.all(np.isfinite(1 / q.global_scale)))
+
+  def test_a5_global_scale_is_a_decode_scale(self):
+    # modular#6600: divisor and multiplier mixed up.
+    x = jnp.zeros((1, 16)).at[0, :2].set(jnp.array([0.5, 6.0]))
+    q = _quantize(x, _TENSOR)
+    self.assertEqual(int(q.packed()[0, 0]), 0x71)
+    self.assertEqual(_scale_bytes(q)[0, 0], 0x7E)
+    self.assertEqual(q.global_scale[0, 0], np.float32(0.0022321429))
+    self.assertEqual(np.float32(1) / q.global_scale[0, 0], 448.0)
+    # Reading it with the reciprocal of the reciprocal changes nothing.
+    again = np.float32(1) / (np.float32(1) / q.global_scale)
+    np.testing.assert_array_equal(again, q.global_scale)
+    np.testing.assert_array_equal(_dequantize(q, jnp.float32), x)
+
+  @parameterized.parameters(
+      ('nvfp4', 'float8_e4m3fn'), ('mxfp8', 'float8_e8m0fnu')
+  )
+  def test_a7_scales_are_ml_dtypes_arrays_of_the_same_bytes(self, name, dtype):
+    # safetensors#682: FP8 tensors that numpy readers cannot hold.
+    q = _quantize(_normal(0, (8, 64)), quantization.QuantSpec(name))
+    scale = np.asarray(q.block_scale)
+    self.assertEqual(scale.dtype, np.dtype(getattr(ml_dtypes, dtype)))
+    copied = np.frombuffer(scale.tobytes(), scale.dtype).reshape(scale.shape)
+    _assert_same(q.replace(block_scale=copied), q)
+
+
 class SymmetryTest(chex.TestCase):
 
   @parameterized.parameters(*_SPECS)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from nvfp4_jax import exact
+from nvfp4_jax import quantization
 from nvfp4_jax import self_check
 from tests import numpy_oracle
 
@@ -26,8 +27,16 @@ class SelfCheckTest(parameterized.TestCase):
 
   def test_names_the_first_broken_rule(self):
     reciprocal = lambda a, b: jnp.float32(a) * (1 / jnp.asarray(b))
+    specs = (
+        quantization.QuantSpec('nvfp4', outer='token'),
+        quantization.QuantSpec('mxfp8'),
+    )
+    digests = {spec: self_check.DIGESTS[spec] for spec in specs}
     jax.clear_caches()
-    with mock.patch.object(exact, 'divide', reciprocal):
+    with (
+        mock.patch.object(exact, 'divide', reciprocal),
+        mock.patch.object(self_check, 'DIGESTS', digests),
+    ):
       found = [rule for rule, _ in self_check.faults()]
       with self.assertRaisesRegex(
           self_check.SelfCheckError, r'exact.divide.*\d+ of 131072 results'

@@ -13,7 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from nvfp4_jax import diagnostics
+from nvfp4_jax import exact
 from nvfp4_jax import policy
+from nvfp4_jax import qtensor
 from nvfp4_jax import sampler
 from nvfp4_jax import tasks
 from nvfp4_jax.models import config as model_config
@@ -81,6 +84,34 @@ def sync(quantizers: Quantizers, params: policy.ParamTree) -> Synced:
   if quantizers.learner == quantizers.sampler:
     return Synced(learned, learned)
   return Synced(learned, policy.quantize_params(quantizers.sampler, params))
+
+
+def weight_stats(
+    params: policy.ParamTree, tree: policy.ParamTree
+) -> dict[str, Row]:
+  """Returns `diagnostics.QuantizationStats` of every quantized weight by path.
+
+  Args:
+    params: the masters, in segments.
+    tree: `quantize_params` of them.
+  """
+  rows = {}
+  start = 0
+  for segment, quantized in zip(params['layers'], tree['layers'], strict=True):
+    for name, q in quantized.items():
+      if isinstance(q, qtensor.QTensor):
+        stats = dataclasses.asdict(_layer_stats(segment[name], q))
+        for i, values in enumerate(zip(*stats.values(), strict=True)):
+          values = dict(zip(stats, map(float, values), strict=True))
+          rows[f'layers.{start + i}.{name}'] = values
+    start += next(iter(segment.values())).shape[0]
+  return rows
+
+
+@jax.jit
+def _layer_stats(masters, q):
+  """Returns the statistics of each of the stacked layers."""
+  return jax.vmap(diagnostics.quantization_stats)(exact.to_bfloat16(masters), q)
 
 
 def rollout(
