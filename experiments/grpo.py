@@ -76,7 +76,9 @@ PRESETS = {
         'smoke',
         'Seconds on a CPU; run by the tests.',
         supervised=sft.PRESETS['smoke'][1],
-        model=dataclasses.replace(model_config.tiny(16), num_layers=2),
+        model=dataclasses.replace(
+            model_config.tiny(16), num_layers=2, attention_block=32
+        ),
         task=tasks.TaskConfig(digits=3),
         steps=4,
         prompts_per_step=4,

@@ -13,6 +13,7 @@ import pytest
 
 from experiments import grpo
 from experiments import run
+from nvfp4_jax import kernels
 from nvfp4_jax import matmul
 from nvfp4_jax import qtensor
 from nvfp4_jax import quantization
@@ -88,6 +89,22 @@ class GpuTest(chex.TestCase):
     )
     want = np.asarray(xq, np.float64) @ np.asarray(wq, np.float64).T
     self.assertLess(np.abs(y - want).max(), 1e-5 * np.abs(want).max())
+
+  @parameterized.parameters(64, 128, 1024)
+  def test_bits_of_a_row_depend_on_the_batch_in_bfloat16_only(self, k):
+    # Why learner and sampler differ here, and less so in NVFP4.
+    kx, kw = jax.random.split(jax.random.key(0))
+    x = jax.random.normal(kx, (2048, k), jnp.bfloat16)
+    w = jax.random.normal(kw, (k, k), jnp.bfloat16)
+    spec = quantization.QuantSpec('nvfp4', 'token', four_over_six='mse')
+    xq = quantization.quantize(x, spec)
+    wq = quantization.quantize(w, dataclasses.replace(spec, outer='tensor'))
+    first = lambda tree: jax.tree.map(lambda leaf: leaf[:128], tree)
+    differing = lambda fn, x, w: float(
+        jnp.mean(jax.jit(fn)(first(x), w) != jax.jit(fn)(x, w)[:128])
+    )
+    self.assertGreater(differing(kernels.matmul, x, w), 0.1)
+    self.assertEqual(differing(kernels.scaled_matmul, xq, wq), 0.0)
 
   def test_smoke_preset_runs(self):
     with tempfile.TemporaryDirectory() as folder:

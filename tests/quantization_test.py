@@ -145,11 +145,13 @@ class ReportsTest(chex.TestCase):
     q = _quantize(x, _TENSOR)
     self.assertEqual(int(q.packed()[0, 0]), 0x71)
     self.assertEqual(_scale_bytes(q)[0, 0], 0x7E)
-    self.assertEqual(q.global_scale[0, 0], np.float32(0.0022321429))
-    self.assertEqual(np.float32(1) / q.global_scale[0, 0], 448.0)
-    # Reading it with the reciprocal of the reciprocal changes nothing.
-    again = np.float32(1) / (np.float32(1) / q.global_scale)
-    np.testing.assert_array_equal(again, q.global_scale)
+    global_scale = np.asarray(q.global_scale)[0, 0]
+    self.assertEqual(global_scale, np.float32(0.0022321429))
+    self.assertEqual(np.float32(1) / global_scale, 448.0)
+    # Stored as its reciprocal, it comes back.
+    self.assertEqual(
+        np.float32(1) / (np.float32(1) / global_scale), global_scale
+    )
     np.testing.assert_array_equal(_dequantize(q, jnp.float32), x)
 
   @parameterized.parameters(

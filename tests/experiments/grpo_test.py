@@ -8,8 +8,10 @@ import sys
 import tempfile
 import time
 
+from absl.testing import absltest
 from absl.testing import parameterized
 import numpy as np
+import pytest
 
 from experiments import grpo
 from experiments import run
@@ -34,7 +36,12 @@ KEYS = {
     'seconds',
 }
 TIMES = {'seconds', 'tokens_per_second'}
-FLAGS = ('--steps=6', '--updates_per_rollout=2', '--save_interval=2')
+FLAGS = (
+    '--steps=6',
+    '--updates_per_rollout=2',
+    '--save_interval=2',
+    '--diagnostics_interval=4',
+)
 
 
 def _timeless(rows):
@@ -73,6 +80,21 @@ class GrpoTest(parameterized.TestCase):
   def test_staleness_counts_the_updates_on_a_rollout(self):
     self.assertEqual({row['staleness'] for row in self.rows}, {0.5})
 
+  def test_every_quantized_weight_has_diagnostics_at_the_interval(self):
+    rows = run.read_rows(self.workdir / 'diagnostics.jsonl')
+    names = {
+        f'layers.{i}.mlp.experts.{name}_proj'
+        for i in range(2)
+        for name in ('gate', 'up', 'down')
+    }
+    for step in (0, 4):
+      found = [row for row in rows if row['step'] == step]
+      self.assertEqual({row['name'] for row in found}, names)
+    self.assertLen(rows, 12)
+    for row in rows:
+      self.assertBetween(row['sqnr_db'], 15, 30)
+      self.assertEqual(row['underflow_blocks'], 0)
+
   def test_run_leaves_config_checkpoint_and_figure(self):
     self.assertEqual(
         checkpoint.latest_step((self.workdir / 'checkpoints').absolute()), 6
@@ -105,13 +127,13 @@ class GrpoTest(parameterized.TestCase):
         lambda: len(list((workdir / 'checkpoints').glob('*4*'))) > 0,
     )
     for moment in moments:
-      process = self._start(command)
+      process = _start(command)
       while not moment() and process.poll() is None:
         time.sleep(0.002)
       process.send_signal(signal.SIGKILL)
       self.assertEqual(process.wait(), -signal.SIGKILL)
       command = ['resume', str(workdir)]
-    self.assertEqual(self._start(command).wait(), 0)
+    self.assertEqual(_start(command).wait(), 0)
     rows = run.read_rows(workdir / 'metrics.jsonl')
     self.assertEqual(_timeless(rows), _timeless(self.rows))
 
@@ -137,8 +159,42 @@ class GrpoTest(parameterized.TestCase):
     losses = [r['loss'] for r in run.read_rows(workdir / 'metrics.jsonl')]
     self.assertLess(losses[-1], losses[0])
 
-  def _start(self, args):
-    return subprocess.Popen(
-        [sys.executable, '-m', 'experiments.grpo', *args],
-        stderr=subprocess.DEVNULL,
-    )
+
+@pytest.mark.slow
+class RandomKillTest(absltest.TestCase):
+
+  def test_run_killed_at_random_moments_is_as_if_it_had_not_been(self):
+    folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+    flags = ('--steps=12', '--updates_per_rollout=2', '--save_interval=1')
+    start = time.monotonic()
+    whole = _start(['smoke', f'--workdir={folder / "whole"}', *flags])
+    self.assertEqual(whole.wait(), 0)
+    longest = time.monotonic() - start
+    workdir = folder / 'killed'
+    command, kills = ['smoke', f'--workdir={workdir}', *flags], 0
+    delays = np.random.default_rng(0).uniform(0.1, 1, size=100) * longest
+    for delay in delays:
+      process = _start(command)
+      try:
+        process.wait(timeout=delay)
+        break
+      except subprocess.TimeoutExpired:
+        process.kill()
+        self.assertEqual(process.wait(), -signal.SIGKILL)
+        kills += 1
+      if (workdir / 'config.json').exists():
+        command = ['resume', str(workdir)]
+    self.assertEqual(process.returncode, 0)
+    self.assertGreater(kills, 0)
+    rows = [
+        run.read_rows(folder / n / 'metrics.jsonl') for n in ('whole', 'killed')
+    ]
+    self.assertLen(rows[0], 12)
+    self.assertEqual(_timeless(rows[1]), _timeless(rows[0]))
+
+
+def _start(args):
+  return subprocess.Popen(
+      [sys.executable, '-m', 'experiments.grpo', *args],
+      stderr=subprocess.DEVNULL,
+  )
