@@ -7,8 +7,8 @@
 
 The warm start (experiments.sft) has learned wrong facts; reinforcement corrects
 them. A run writes metrics.jsonl, checkpoints and figures/ to its workdir;
-recipes in `compare` do so in a subfolder each. With --diagnostics_interval=10,
-diagnostics.jsonl gets a row for every quantized weight every 10 steps.
+recipes in `compare` do so in a subfolder each. diagnostics.jsonl holds a row
+for every quantized weight every `diagnostics_interval` steps.
 """
 
 from collections.abc import Mapping
@@ -56,7 +56,7 @@ class Config:
   eval_interval: int = 10  # held-out accuracy every so many steps
   eval_problems: int = 256
   save_interval: int = 20
-  diagnostics_interval: int = 0  # rows of diagnostics.jsonl every so many steps
+  diagnostics_interval: int = 10  # of diagnostics.jsonl, in steps; 0 for none
   seed: int = 0  # of warm start and sampling
 
   def __post_init__(self):

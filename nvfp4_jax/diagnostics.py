@@ -37,12 +37,13 @@ def kl_k3(a: jax.Array, b: jax.Array, mask: jax.Array) -> jax.Array:
 class ErrorParts:
   """The error `dequantize(Q(x)) - x` of each element, in three parts.
 
-  Their sum is the error. With s the block's scale, s* = amax / elem_max the
-  scale that no rounding (of scales, to a power of two) has touched, and q
-  rounding to the element grid:
+  Their sum is the error. With s the scale that was used, s* = amax / elem_max
+  that of the 1D block alone, not rounded, not shared by a 2D block, not chosen
+  by four over six, and q rounding to the element grid:
 
   Attributes:
-    scale_bias: `s q(x / s) - s* q(x / s*)`, what rounding the scale adds.
+    scale_bias: `s q(x / s) - s* q(x / s*)`, what using s for s* adds. It may be
+      a gain: four over six has more of it, and less error.
     deadzone: `-x` where `q(x / s*)` is 0, else 0.
     grid_noise: `s* q(x / s*) - x` where it is not 0, else 0.
   """
@@ -54,11 +55,12 @@ class ErrorParts:
 
 @struct.dataclass
 class QuantizationStats:
-  """What quantization did to one tensor; float32 scalars.
+  """What quantization did to one tensor; counts int32, the rest float32.
 
   Attributes:
     sqnr_db: 10 log10(sum x^2 / sum error^2); infinite without error.
-    underflow_blocks: blocks that are not zero, but whose scale is.
+    underflow_blocks: blocks that are not zero, but whose scale is; a 2D block
+      counts once for each of its rows.
     underflow_elements: elements of such blocks that are not zero.
     zeroed_elements: other elements that became zero.
     saturated_elements: elements beyond the largest value of their block.
@@ -117,7 +119,7 @@ def quantization_stats(x: jax.Array, q: qtensor.QTensor) -> QuantizationStats:
   is_lost = (scale == 0)[..., None] & (blocks != 0)
   zeroed = (x != 0) & (values == 0)
   saturated = jnp.abs(blocks) > q.format.elem_max * scale[..., None]
-  count = lambda flags: jnp.sum(flags, dtype=jnp.float32)
+  count = lambda flags: jnp.sum(flags, dtype=jnp.int32)
   energy = lambda t: jnp.sum(jnp.square(t))
   signal = energy(x)
   relative = lambda t: energy(t) / jnp.where(signal > 0, signal, 1.0)

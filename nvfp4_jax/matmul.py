@@ -11,7 +11,8 @@ and `wgrad = dy.T @ x`, a *backward mode* names their operands:
   their matmul: *column copies* of the original `x` (blocks of tokens) and `w`
   (blocks of output features), made in the forward pass and kept, and `dy` both
   ways. Where tokens do not fill a block, or the group's last block in a grouped
-  matmul, zeros do.
+  matmul, zeros do. There, column copies have a global scale for each group, and
+  `dy` by rows one for all groups, as `x` has in the forward pass.
 
 In the first two modes gradients are bfloat16 dots with float32 accumulation, in
 the last they are computed as fprop is.
@@ -96,9 +97,9 @@ class MatmulPrecision:
     lhs, grad = self.lhs, self.grad
     if lhs is None or grad is None:
       raise ValueError('backward "quantized" needs lhs and grad.')
-    if lhs.outer == 'token' and lhs.four_over_six:
+    if any(s.outer == 'token' and s.four_over_six for s in (lhs, grad)):
       raise ValueError(
-          'lhs: per-token scales with four over six have no column copy for'
+          'Per-token scales with four over six have no column copy for'
           ' backward "quantized"; "dequantized" and "high_precision" need none.'
       )
     if lhs.hadamard != grad.hadamard:
@@ -224,6 +225,8 @@ def _checked_matmul(x, w, group_sizes, precision, xq, wq, key, axis_name):
   rows = x.reshape(-1, k)
   if precision is not None:
     _check_operands(rows, w, xq, precision)
+    _check_given('xq', xq, precision.lhs, rows.shape)
+    _check_given('wq', wq, precision.rhs, None if w is None else w.shape)
   grad = None if precision is None else precision.grad
   needs_key = grad is not None and grad.rounding == 'stochastic'
   if needs_key != (key is not None):
@@ -242,11 +245,23 @@ def _checked_matmul(x, w, group_sizes, precision, xq, wq, key, axis_name):
   return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
+def _check_given(name, q, spec, shape):
+  if q is None:
+    return
+  if q.format.name != spec.format:
+    raise ValueError(f'{name} is {q.format.name}, not {spec.format}.')
+  given = (*q.data.shape[:-1], qtensor.num_columns(q))
+  if shape is not None and given != shape:
+    raise ValueError(f'{name} is of shape {given}, not {shape}.')
+
+
 def _check_operands(x, w, xq, precision):
   if precision.lhs is not None:
     quantization.check_operand(x, precision.lhs)
-  elif xq is not None:
-    raise ValueError('xq was given, but precision.lhs is None.')
+  else:
+    quantization.check_dtype(x)
+    if xq is not None:
+      raise ValueError('xq was given, but precision.lhs is None.')
   if w is None:
     return
   quantization.check_operand(w, precision.rhs)
@@ -271,11 +286,12 @@ def _matmul(x, w, xq, wq, group_sizes, key, static):
 
 def _fwd(x, w, xq, wq, group_sizes, key, static):
   precision = static.precision
+  x = _clear_dead_rows(_bfloat16(x), group_sizes)
   if precision is None:
-    y = kernels.matmul(_bfloat16(x), _bfloat16(w), group_sizes)
+    y = kernels.matmul(x, _bfloat16(w), group_sizes)
     return _as(y, static.x_dtype), (x, w, group_sizes, None)
   if precision.fprop_lhs is None:
-    xq = _bfloat16(x)
+    xq = x
   elif xq is None:
     xq = _quantize(x, precision.fprop_lhs, static.axis_name)
   if wq is None:
@@ -293,7 +309,7 @@ def _bwd(static, residuals, dy):
   x, w, group_sizes, key = residuals
   if static.w_dtype is None:
     raise ValueError('A gradient needs w; only wq was given.')
-  dy = _bfloat16(dy)
+  dy = _clear_dead_rows(_bfloat16(dy), group_sizes)
   precision = static.precision
   if precision is not None and precision.backward == 'quantized':
     dgrad, wgrad = _quantized_gradients(dy, x, w, group_sizes, key, precision)
@@ -310,13 +326,26 @@ _matmul.defvjp(_fwd, _bwd)
 
 def _column_copies(x, w, group_sizes, precision, axis_name):
   """Returns Q(x.T) `[K, M]`, with padded tokens, and Q(w.T) `[..., K, N]`."""
-  tokens, _ = _pad_tokens(x, group_sizes, _wgrad_block(precision))
-  # A per-token copy has a scale for each of the K channels, which stay local.
-  local = precision.lhs.outer == 'token'
-  xq = _quantize(tokens.T, precision.lhs, None if local else axis_name)
+  block = _wgrad_block(precision)
+  tokens, sizes = _pad_tokens(x, group_sizes, block)
+  if sizes is None:
+    # A per-token copy has a scale for each of the K channels, which stay local.
+    local = precision.lhs.outer == 'token'
+    xq = _quantize(tokens.T, precision.lhs, None if local else axis_name)
+  else:
+    xq = _quantize_tokens(tokens.T, precision.lhs, sizes, None)
   if w is None:
     return xq, None
   return xq, _quantize(w.swapaxes(-1, -2), precision.rhs, axis_name)
+
+
+def _quantize_tokens(x, spec, group_sizes, key):
+  """Returns Q of `[K, M]`, a global scale for each group of tokens."""
+  block = formats.FORMATS[spec.format].block
+  starts = jnp.arange(x.shape[1] // block) * block
+  ends = jnp.cumsum(group_sizes)
+  group = jnp.sum(ends <= starts[:, None], axis=1)
+  return quantization.quantize_in_groups(x, spec, group, key=key)
 
 
 def _quantized_gradients(dy, x, w, group_sizes, key, precision):
@@ -327,7 +356,10 @@ def _quantized_gradients(dy, x, w, group_sizes, key, precision):
   dyq = quantization.quantize(dy, by_features, key=keys[0])
   dgrad = kernels.scaled_matmul(dyq, w, group_sizes)
   tokens, sizes = _pad_tokens(dy, group_sizes, _wgrad_block(precision))
-  dyq = quantization.quantize(tokens.T, grad, key=keys[1])
+  if sizes is None:
+    dyq = quantization.quantize(tokens.T, grad, key=keys[1])
+  else:
+    dyq = _quantize_tokens(tokens.T, grad, sizes, keys[1])
   return dgrad, kernels.scaled_wgrad(dyq, x, sizes)
 
 
@@ -367,6 +399,14 @@ def _pad_tokens(x, group_sizes, block):
   return padded.at[position].set(x, mode='drop'), sizes
 
 
+def _clear_dead_rows(x, group_sizes):
+  """Clears the rows past the last group, so that no amax sees them."""
+  if group_sizes is None:
+    return x
+  live = jnp.arange(x.shape[0]) < jnp.sum(group_sizes)
+  return jnp.where(live[:, None], x, 0)
+
+
 def _in_rows(spec):
   """Returns `spec` with 1D blocks, whose rows may have any number."""
   return dataclasses.replace(spec, block_2d=False)
@@ -380,9 +420,16 @@ def _backward_operand(operand):
 
 def _quantize(x, spec, axis_name):
   x = _bfloat16(x)
+  if axis_name is not None and x.shape[-1] % formats.FORMATS[spec.format].block:
+    raise ValueError(
+        f'{x.shape[-1]} columns of a shard do not fill blocks of {spec.format}.'
+    )
   if axis_name is None or spec.outer == 'none':
     return quantization.quantize(x, spec)
-  amax = lax.pmax(quantization.compute_amax(x, spec), axis_name)
+  # As integers: a maximum of floats may lose a NaN.
+  amax = quantization.compute_amax(x, spec)
+  bits = lax.pmax(lax.bitcast_convert_type(amax, jnp.int32), axis_name)
+  amax = lax.bitcast_convert_type(bits, jnp.float32)
   return quantization.quantize(x, spec, amax=amax)
 
 
@@ -392,6 +439,6 @@ def _bfloat16(x):
 
 def _as(x, dtype):
   """Casts; to bfloat16 with a rounding that XLA cannot drop."""
-  if dtype == jnp.bfloat16 and x.dtype == jnp.float32:
-    return exact.to_bfloat16(x)
+  if dtype == jnp.bfloat16 and x.dtype != jnp.bfloat16:
+    return exact.to_bfloat16(x.astype(jnp.float32))
   return x.astype(dtype)

@@ -28,7 +28,7 @@ type Rounding = Literal['nearest', 'stochastic']
 
 _FLOAT32_MAX = 3.4028234663852886e38
 _ONE_SIXTH = 0.16666667163372040  # f32(1/6), 0x3e2aaaab
-_ONE_448TH = 0.002232142863795161  # f32(1/448), 0x3b124925
+_ONE_448TH = 0.0022321429569274187  # f32(1/448), 0x3b124925
 _INPUT_DTYPES = ('bfloat16', 'float16', 'float32')
 
 _CHOICES = {
@@ -155,9 +155,9 @@ def quantize(
     that), an element's code e2m1(x / (block_scale * D)).
   * mxfp8, mxfp4: the block scale is the smallest power of two not below
     b / 448 or b / 6, the code e4m3 or e2m1 of `x / block_scale`.
-  * fp8_block: S = 448 / b (at most the largest finite number of x's dtype, 1
-    for b = 0), optionally rounded down to a power of two; the block scale is
-    1 / S and the code e4m3(x * S).
+  * fp8_block: S = 448 / b (1 for b = 0, the largest finite number of x's dtype
+    where it overflows), optionally rounded down to a power of two; the block
+    scale is 1 / S and the code e4m3(x * S).
 
   Elements are rounded to nearest even and saturate, or rounded stochastically.
 
@@ -174,7 +174,8 @@ def quantize(
       scale(s).
     spec: how.
     key: randomness, for `rounding='stochastic'` and only then. The same key
-      gives the same bytes.
+      and shape give the same bytes; under `vmap` or `shard_map` give each part
+      a key of its own, or its noise repeats.
     amax: largest magnitude, float32 `[..., 1, 1]`, or `[..., M, 1]` with
       `outer='token'`. Give it to share a global scale with another tensor or
       shard; it must not be below that of `x`. Default: taken from `x`.
@@ -194,13 +195,41 @@ def quantize(
     scales rounded up.
   """
   check_operand(x, spec)
-  if spec.rounding == 'stochastic' and key is None:
-    raise ValueError('Stochastic rounding needs a key.')
-  if spec.rounding == 'nearest' and key is not None:
-    raise ValueError('Rounding to nearest takes no key.')
+  _check_key(spec, key)
   if spec.outer == 'none' and amax is not None:
     raise ValueError(f'{spec.format} has no global scale and takes no amax.')
   return _quantize(x, key, amax, spec)
+
+
+def quantize_in_groups(
+    x: jax.Array,
+    spec: QuantSpec,
+    group_of_block: jax.Array,
+    *,
+    key: jax.Array | None = None,
+) -> qtensor.QTensor:
+  """Quantizes `x` with global scales of their own for groups of columns.
+
+  Column copies of a grouped matmul need it: the tokens of all experts lie along
+  the last axis, and one expert's must not change another's bytes.
+
+  Args:
+    x: `[M, K]`.
+    spec: how; formats without global scale are as in `quantize`.
+    group_of_block: int32 `[K/block]`, the group of each block of columns.
+    key: see `quantize`.
+
+  Returns:
+    The QTensor; its global scale is `[1 or M, K/block]`, equal in a group.
+
+  Raises:
+    TypeError, ValueError: see `quantize`.
+  """
+  check_operand(x, spec)
+  _check_key(spec, key)
+  if spec.outer == 'none':
+    return _quantize(x, key, None, spec)
+  return _quantize(x, key, None, spec, group_of_block)
 
 
 def compute_amax(x: jax.Array, spec: QuantSpec) -> jax.Array:
@@ -226,10 +255,7 @@ def compute_amax(x: jax.Array, spec: QuantSpec) -> jax.Array:
 def check_operand(x: jax.Array | jax.ShapeDtypeStruct, spec: QuantSpec) -> None:
   """Raises TypeError or ValueError where `spec` cannot quantize `x`."""
   block = formats.FORMATS[spec.format].block
-  if jnp.dtype(x.dtype).name not in _INPUT_DTYPES:
-    raise TypeError(
-        f'Cannot quantize {x.dtype}; give one of {", ".join(_INPUT_DTYPES)}.'
-    )
+  check_dtype(x)
   if x.ndim < 2:
     raise ValueError(f'Shape {x.shape} is not [..., M, K].')
   if spec.format == 'fp8_block':
@@ -243,7 +269,7 @@ def check_operand(x: jax.Array | jax.ShapeDtypeStruct, spec: QuantSpec) -> None:
 
 
 @functools.partial(jax.jit, static_argnames='spec')
-def _quantize(x, key, amax, spec):
+def _quantize(x, key, amax, spec, group_of_block=None):
   fmt = formats.FORMATS[spec.format]
   largest_input = float(jnp.finfo(x.dtype).max)
   if spec.hadamard:
@@ -253,17 +279,19 @@ def _quantize(x, key, amax, spec):
   block_amax = _max_magnitude(blocks, -1)
   outer_amax = None
   if spec.outer != 'none':
-    outer_amax = _outer_amax(block_amax, spec)
+    outer_amax = _outer_amax(block_amax, spec, group_of_block)
   if spec.block_2d:
     block_amax = _over_block_rows(block_amax, fmt.block, _max_magnitude)
 
   if outer_amax is not None:
+    finite = jnp.isfinite(outer_amax)
     amax = outer_amax if amax is None else amax
     if amax.shape != outer_amax.shape:
       raise ValueError(f'amax has shape {amax.shape}, not {outer_amax.shape}.')
     amax = lax.optimization_barrier(amax.astype(jnp.float32))
+    finite &= jnp.isfinite(amax)
     codes, scale, global_scale = _nvfp4(blocks, block_amax, amax, key, spec)
-    finite = jnp.broadcast_to(jnp.isfinite(amax), scale.shape)
+    finite = jnp.broadcast_to(finite, scale.shape)
   else:
     scale, factor = _single_level_scale(block_amax, largest_input, spec)
     factor = lax.optimization_barrier(factor)[..., None]
@@ -284,6 +312,21 @@ def _quantize(x, key, amax, spec):
   return qtensor.QTensor(data, scale, global_scale, fmt)
 
 
+def check_dtype(x: jax.Array | jax.ShapeDtypeStruct) -> None:
+  """Raises TypeError where `x` is not bfloat16, float16 or float32."""
+  if jnp.dtype(x.dtype).name not in _INPUT_DTYPES:
+    raise TypeError(
+        f'Cannot quantize {x.dtype}; give one of {", ".join(_INPUT_DTYPES)}.'
+    )
+
+
+def _check_key(spec, key):
+  if spec.rounding == 'stochastic' and key is None:
+    raise ValueError('Stochastic rounding needs a key.')
+  if spec.rounding == 'nearest' and key is not None:
+    raise ValueError('Rounding to nearest takes no key.')
+
+
 def _text(options):
   return ' '.join(f'{name} {value!r}' for name, value in options.items())
 
@@ -295,9 +338,15 @@ def _encode(v, fmt):
   return lax.bitcast_convert_type(formats.encode_e4m3(v), jnp.uint8)
 
 
-def _outer_amax(x, spec):
+def _outer_amax(x, spec, group_of_block=None):
   axis = (-1,) if spec.outer == 'token' else (-2, -1)
-  return _max_magnitude(x, axis, keepdims=True)
+  if group_of_block is None:
+    return _max_magnitude(x, axis, keepdims=True)
+  # Of all blocks in the group, for each block: `[..., 1 or M, K/16]`.
+  if spec.outer == 'tensor':
+    x = _max_magnitude(x, -2, keepdims=True)
+  same = group_of_block == group_of_block[:, None]
+  return _max_magnitude(jnp.where(same, x[..., None, :], 0.0), -1)
 
 
 def _max_magnitude(x, axis, keepdims=False):
@@ -328,7 +377,7 @@ def _single_level_scale(block_amax, largest_input, spec):
   if spec.format == 'fp8_block':
     ordinary = jnp.isfinite(block_amax) & (block_amax > 0)
     encode = exact.divide(448.0, jnp.where(ordinary, block_amax, 448.0))
-    encode = jnp.minimum(encode, largest_input)
+    encode = jnp.where(jnp.isinf(encode), largest_input, encode)
     if spec.scale_rounding == 'power_of_two':
       bits = lax.bitcast_convert_type(encode, jnp.uint32)
       encode = lax.bitcast_convert_type(bits & 0x7F800000, jnp.float32)

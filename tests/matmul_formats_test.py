@@ -197,6 +197,44 @@ class QuantizedBackwardTest(chex.TestCase):
     _, _, after = _run(precision, x.at[13:26].mul(2.0**40), w, dy, sizes)
     np.testing.assert_array_equal(after[[0, 3]], before[[0, 3]])
 
+  @parameterized.parameters('nvfp4_token', 'nvfp4_pretraining')
+  def test_groups_have_global_scales_of_their_own(self, name):
+    precision = QUANTIZED[name]
+    x, w, dy = _operands(experts=len(GROUP_SIZES))
+    sizes = jnp.array(GROUP_SIZES)
+    _, _, before = _run(precision, x, w, dy, sizes)
+    _, _, after = _run(precision, x.at[13:26].mul(2.0**40), w, dy, sizes)
+    np.testing.assert_array_equal(after[[0, 3]], before[[0, 3]])
+    np.testing.assert_array_equal(
+        after[2].astype(np.float32), before[2].astype(np.float32) * 2.0**40
+    )
+    plain = np.asarray(dy[:13], np.float32).T @ np.asarray(x[:13], np.float32)
+    error = np.linalg.norm(before[0].astype(np.float32) - plain)
+    self.assertLess(error, 0.25 * np.linalg.norm(plain))
+
+  @parameterized.parameters(
+      QUANTIZED['nvfp4_pretraining'],
+      matmul.MatmulPrecision(NVFP4, NVFP4),
+      matmul.MatmulPrecision(NVFP4, NVFP4, backward='high_precision'),
+  )
+  def test_rows_in_no_group_change_nothing(self, precision):
+    x, w, dy = _operands(experts=len(GROUP_SIZES))
+    sizes = jnp.array(GROUP_SIZES)
+    want = _run(precision, x, w, dy, sizes)
+    for value in (1e30, np.nan, np.inf):
+      x, dy = x.at[27:].set(value), dy.at[27:].set(value)
+      for got, right in zip(
+          _run(precision, x, w, dy, sizes), want, strict=True
+      ):
+        np.testing.assert_array_equal(got, right)
+
+  def test_infinity_in_one_group_stays_there(self):
+    precision = matmul.MatmulPrecision(TOKEN, NVFP4, backward='high_precision')
+    x, w, dy = _operands(experts=len(GROUP_SIZES))
+    x = x.at[13].set(np.inf)
+    _, _, wgrad = _run(precision, x, w, dy, jnp.array(GROUP_SIZES))
+    self.assertTrue(np.isfinite(wgrad[[0, 3]].astype(np.float32)).all())
+
   def test_column_copies_are_of_x_not_of_its_dequantized_rows(self):
     x, w, dy = _operands()
     precision = QUANTIZED['nvfp4_token']
@@ -249,6 +287,7 @@ class RefusedTest(parameterized.TestCase):
       (dict(lhs=None, grad=MXFP8), 'needs lhs and grad'),
       (dict(grad=None), 'needs lhs and grad'),
       (dict(lhs=_Spec('nvfp4', 'token', four_over_six='mse')), 'no column'),
+      (dict(grad=_Spec('nvfp4', 'token', four_over_six='mse')), 'no column'),
       (dict(lhs=_Spec('nvfp4', hadamard=True)), 'both of its operands'),
       (dict(lhs=_Spec('nvfp4', rounding='stochastic')), 'only gradients'),
       (dict(rhs=_Spec('nvfp4', hadamard=True)), 'weights are not rotated'),
@@ -279,6 +318,18 @@ class RefusedTest(parameterized.TestCase):
       matmul.quantized_matmul(x, w[:32], QUANTIZED['nvfp4_pretraining'])
     with self.assertRaisesRegex(ValueError, 'key must be None'):
       call(matmul.MatmulPrecision(MXFP8, MXFP8), key=KEY)
+    with self.assertRaisesRegex(TypeError, 'Cannot quantize int32'):
+      matmul.quantized_matmul(
+          x.astype(jnp.int32), w, matmul.MatmulPrecision(None, MXFP8)
+      )
+    wq = quantization.quantize(w, MXFP8)
+    with self.assertRaisesRegex(ValueError, 'wq is mxfp8, not nvfp4'):
+      call(matmul.MatmulPrecision(MXFP8, NVFP4), wq=wq)
+    with self.assertRaisesRegex(ValueError, r'wq is of shape \(8, 64\)'):
+      call(
+          matmul.MatmulPrecision(MXFP8, MXFP8),
+          wq=quantization.quantize(w[:8], MXFP8),
+      )
     with self.assertRaisesRegex(ValueError, 'precision.lhs is None'):
       call(
           matmul.MatmulPrecision(None, MXFP8),

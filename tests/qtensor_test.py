@@ -188,3 +188,34 @@ def _assert_bits_equal(got, want):
   chex.assert_equal_shape((got, want))
   bits = np.uint16 if want.dtype.itemsize == 2 else np.uint32
   np.testing.assert_array_equal(got.view(bits), want.view(bits))
+
+
+class SwizzleTest(chex.TestCase):
+
+  @parameterized.parameters((5, 3), (128, 4), (130, 9), (1, 1))
+  def test_offsets_are_those_of_the_tile_layout_and_padding_is_zero(self, m, c):
+    scale = np.arange(1, m * c + 1, dtype=np.uint8).reshape(m, c) | 1
+    swizzled = np.asarray(qtensor.swizzle(scale.view(ml_dtypes.float8_e4m3fn)))
+    self.assertEqual(swizzled.dtype, ml_dtypes.float8_e4m3fn)
+    want = np.zeros(-(-m // 128) * -(-c // 4) * 512, np.uint8)
+    for row in range(m):
+      for column in range(c):
+        tile = row // 128 * -(-c // 4) + column // 4
+        offset = row % 32 * 16 + row % 128 // 32 * 4 + column % 4
+        want[tile * 512 + offset] = scale[row, column]
+    np.testing.assert_array_equal(swizzled.view(np.uint8), want)
+    back = qtensor.unswizzle(swizzled, m, c)
+    np.testing.assert_array_equal(np.asarray(back).view(np.uint8), scale)
+
+  def test_leading_axes_are_kept(self):
+    scale = np.arange(2 * 3 * 130 * 5).astype(np.uint8).reshape(2, 3, 130, 5)
+    swizzled = qtensor.swizzle(scale)
+    self.assertEqual(swizzled.shape, (2, 3, 2 * 2 * 512))
+    np.testing.assert_array_equal(swizzled[1, 2], qtensor.swizzle(scale[1, 2]))
+    np.testing.assert_array_equal(qtensor.unswizzle(swizzled, 130, 5), scale)
+
+  def test_wrong_sizes_are_refused(self):
+    with self.assertRaisesRegex(TypeError, 'not float32'):
+      qtensor.swizzle(np.zeros((4, 4), np.float32))
+    with self.assertRaisesRegex(ValueError, '512 scales are not those of 129'):
+      qtensor.unswizzle(np.zeros(512, np.uint8), 129, 4)

@@ -331,6 +331,21 @@ class InputTest(chex.TestCase):
     self.assertTrue(marked[1, 130])
     np.testing.assert_allclose(values[~marked], 1.0, rtol=1e-6)
 
+  @parameterized.parameters(np.inf, np.nan)
+  def test_non_finite_is_marked_also_under_a_given_amax(self, value):
+    x = jnp.ones((16, 64)).at[3, 5].set(value)
+    q = quantization.quantize(x, _TOKEN, amax=jnp.ones((16, 1)))
+    values = np.asarray(_dequantize(q, jnp.float32))
+    self.assertTrue(np.isnan(values[3]).all())
+    np.testing.assert_array_equal(q.data[3], 0)
+    self.assertTrue(np.isfinite(np.delete(values, 3, axis=0)).all())
+
+  def test_fp8_block_of_small_float16_keeps_its_scale(self):
+    x = np.full((1, 128), 1e-3, np.float16)
+    q = quantization.quantize(x, _FP8)
+    want = np.float32(1) / (np.float32(448) / np.float32(x[0, 0]))
+    np.testing.assert_array_equal(q.block_scale, want)
+
   def test_amax_and_key_where_they_have_no_meaning_are_refused(self):
     x = jnp.ones((4, 64))
     with self.assertRaisesRegex(ValueError, 'mxfp8 has no global scale'):

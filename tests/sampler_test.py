@@ -104,13 +104,10 @@ class GenerateTest(chex.TestCase):
 
   def test_row_does_not_depend_on_other_rows_or_cache_length(self):
     whole = _generate(sample=dataclasses.replace(SAMPLE, temperature=0.0))
-    for cache_length in (None, 64):
-      sample = dataclasses.replace(
-          SAMPLE, temperature=0.0, cache_length=cache_length
-      )
-      for i, prompt in enumerate(PROMPTS):
-        alone = _generate((prompt,), sample)
-        np.testing.assert_array_equal(alone.tokens[0], whole.tokens[i])
+    sample = dataclasses.replace(SAMPLE, temperature=0.0, cache_length=64)
+    for i, prompt in enumerate(PROMPTS):
+      alone = _generate((prompt,), sample)
+      np.testing.assert_array_equal(alone.tokens[0], whole.tokens[i])
 
   def test_same_key_same_completions(self):
     chex.assert_trees_all_equal(_generate(seed=4), _generate(seed=4))

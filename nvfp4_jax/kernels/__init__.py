@@ -46,7 +46,8 @@ def scaled_wgrad(
   Args:
     dyq: quantized `[N, M]`.
     xq: quantized `[K, M]`.
-    group_sizes: `[E]` int32, multiples of the block, or None.
+    group_sizes: `[E]` int32, multiples of the block, or None. With it, global
+      scales are those of `quantization.quantize_in_groups`.
 
   Returns:
     float32 `[N, K]`, or `[E, N, K]` with `group_sizes`.

@@ -51,10 +51,17 @@ def scaled_wgrad(
   dy, x = _decode(dyq), _decode(xq)
   if group_sizes is None:
     y = _dot(dy, x, _LAST)
-  else:
-    y = wgrad(dy.T, x.T, group_sizes)
-  x_scale = None if xq.global_scale is None else xq.global_scale.T
-  return _apply_scales(y, dyq.global_scale, x_scale)
+    x_scale = None if xq.global_scale is None else xq.global_scale.T
+    return _apply_scales(y, dyq.global_scale, x_scale)
+  y = wgrad(dy.T, x.T, group_sizes)
+  dy_scale, x_scale = (
+      _scale_of_groups(q, dy.shape[1], group_sizes) for q in (dyq, xq)
+  )
+  if dy_scale is not None:
+    dy_scale = dy_scale[:, :, None]
+  if x_scale is not None:
+    x_scale = x_scale[:, None, :]
+  return _apply_scales(y, dy_scale, x_scale)
 
 
 @jax.jit
@@ -94,7 +101,9 @@ def wgrad(
     live = (jnp.arange(block) < plan.size[i])[:, None]
     dy_block = lax.dynamic_slice_in_dim(dy, start, block)
     x_block = lax.dynamic_slice_in_dim(x, start, block)
-    part = _dot(jnp.where(live, dy_block, 0), x_block, _FIRST)
+    # Both are cleared: the rows beyond may hold NaN or infinity.
+    dy_block, x_block = (jnp.where(live, t, 0) for t in (dy_block, x_block))
+    part = _dot(dy_block, x_block, _FIRST)
     return dw.at[group].add(part)
 
   dw = jnp.zeros((group_sizes.shape[0], dy.shape[1], x.shape[1]), jnp.float32)
@@ -109,6 +118,17 @@ def _decode(operand):
 
 def _global_scale(operand):
   return getattr(operand, 'global_scale', None)
+
+
+def _scale_of_groups(q, rows, group_sizes):
+  """Returns each group's global scale of a column copy, `[E, 1 or N]`."""
+  if q.global_scale is None:
+    return None
+  blocks = q.global_scale.shape[1]
+  ends = jnp.cumsum(group_sizes)
+  first = (ends - group_sizes) * blocks // rows
+  scale = q.global_scale[:, jnp.minimum(first, blocks - 1)].T
+  return jnp.where(group_sizes[:, None] > 0, scale, 1.0)
 
 
 def _apply_scales(y, x_scale, w_scale):
