@@ -18,6 +18,8 @@ from nvfp4_jax import quantization
 
 _DIRECTORY = pathlib.Path(__file__).parent / 'golden'
 
+NON_FINITE = ('inf_', 'neginf_', 'nan_')
+
 # XLA on CPU flushes subnormal numbers to zero, and these cases have subnormal
 # inputs or a subnormal global scale (1 / FLT_MAX).
 FLUSHED_ON_CPU = ('tiny_', 'subnormal_')

@@ -66,6 +66,8 @@ class QuantizeTest(chex.TestCase):
       ('nvfp4_te_1d', 'eager'),
       ('nvfp4_te_rowscaled', 'eager'),
       ('nvfp4_te_46_row_mse_256_strict', 'eager'),
+      ('nvfp4_te_1d', 'op by op'),
+      ('nvfp4_te_46_row_mse_256_strict', 'op by op'),
       ('nvfp4_te_1d', 'vmap'),
       ('nvfp4_te_rowscaled', 'vmap'),
       ('nvfp4_te_46_1d_mse_256_strict', 'vmap'),
@@ -74,8 +76,10 @@ class QuantizeTest(chex.TestCase):
   )
   def test_gives_the_same_bytes_however_it_is_called(self, file, way):
     quantize = functools.partial(_quantize.__wrapped__, spec=_SPECS[file])
+    one_by_one = lambda xs: _stack([quantize(x) for x in xs])
     run = {
-        'eager': lambda xs: _stack([quantize(x) for x in xs]),
+        'eager': one_by_one,
+        'op by op': jax.disable_jit()(one_by_one),
         'vmap': jax.jit(jax.vmap(quantize)),
         'scan': lambda xs: jax.lax.scan(
             lambda _, x: (None, quantize(x)), None, xs
@@ -83,6 +87,7 @@ class QuantizeTest(chex.TestCase):
     }[way]
     names = {
         'eager': ('normal_32x64', 'huge_32x64', 'scaleties_32x64'),
+        'op by op': ('normal_32x64', 'huge_32x64', 'scaleties_32x64'),
         'vmap': ('heavy_64x128', 'mixedtok_64x128', 'mixedblk_64x128'),
         'scan': ('heavy_64x128', 'mixedtok_64x128', 'mixedblk_64x128'),
     }[way]

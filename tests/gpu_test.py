@@ -48,7 +48,11 @@ class GpuTest(chex.TestCase):
 
   @parameterized.parameters(*_GOLDENS.items())
   def test_quantizer_gives_the_golden_bytes(self, file, spec):
-    cases = golden_cases.load(file)
+    # Subnormal numbers are kept on a GPU; fouroversix has its own rule there.
+    exclude = golden_cases.NON_FINITE
+    if 'fouroversix' in file:
+      exclude += golden_cases.FLUSHED_ON_CPU
+    cases = golden_cases.load(file, exclude)
     compared = 0
     for case, q in zip(
         cases, golden_cases.quantize_all(cases, spec), strict=True
