@@ -48,6 +48,12 @@ class Config:
   features: int = 2048  # columns; a multiple of 128
   seeds: int = 3
   growth: tuple[float, ...] = (1, 4, 16, 64, 256, 1024)  # of one token
+  specs: tuple[str, ...] = tuple(SPECS)  # names in SPECS
+
+  def __post_init__(self):
+    for name in self.specs:
+      if name not in SPECS:
+        raise ValueError(f'spec {name!r} is not one of {sorted(SPECS)}.')
 
 
 PRESETS = {
@@ -59,6 +65,7 @@ PRESETS = {
             features=128,
             seeds=1,
             growth=(1, 64),
+            specs=('nvfp4', 'nvfp4 per token'),
         ),
     ),
     'figure': ('The figure in the README.', Config()),
@@ -93,8 +100,8 @@ def _grids():
 def _errors(cfg):
   for seed in range(cfg.seeds):
     for distribution, x in _matrices(cfg, seed).items():
-      for name, spec in SPECS.items():
-        stats = _stats(x, spec)
+      for name in cfg.specs:
+        stats = _stats(x, SPECS[name])
         row = {'kind': 'error', 'distribution': distribution, 'name': name}
         yield row | {'seed': seed, **{k: float(v) for k, v in stats.items()}}
 
@@ -102,7 +109,9 @@ def _errors(cfg):
 def _leaks(cfg):
   """Yields the share of the other tokens' values that one token changes."""
   x = _matrices(cfg, 0)['normal']
-  for name in ('nvfp4', 'nvfp4 per token', 'mxfp8'):
+  for name in cfg.specs:
+    if name not in ('nvfp4', 'nvfp4 per token', 'mxfp8'):
+      continue
     before = _values(x, SPECS[name])
     for growth in cfg.growth:
       after = _values(x.at[0].multiply(growth), SPECS[name])

@@ -66,7 +66,6 @@ class QuantizeTest(chex.TestCase):
       ('nvfp4_te_1d', 'eager'),
       ('nvfp4_te_rowscaled', 'eager'),
       ('nvfp4_te_46_row_mse_256_strict', 'eager'),
-      ('nvfp4_te_1d', 'op by op'),
       ('nvfp4_te_46_row_mse_256_strict', 'op by op'),
       ('nvfp4_te_1d', 'vmap'),
       ('nvfp4_te_rowscaled', 'vmap'),

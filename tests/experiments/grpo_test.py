@@ -120,19 +120,14 @@ class GrpoTest(parameterized.TestCase):
   def test_killed_run_goes_on_as_if_it_had_not_been(self):
     workdir = self.folder / 'killed'
     command = ['smoke', f'--workdir={workdir}', *FLAGS]
-    # In the warm start; while the checkpoint after row 4 is written.
-    moments = (
-        lambda: len(run.read_rows(workdir / 'warm_start/metrics.jsonl')) >= 3,
-        lambda: len(list((workdir / 'checkpoints').glob('*4*'))) > 0,
-    )
-    for moment in moments:
-      process = _start(command)
-      while not moment() and process.poll() is None:
-        time.sleep(0.002)
-      process.send_signal(signal.SIGKILL)
-      self.assertEqual(process.wait(), -signal.SIGKILL)
-      command = ['resume', str(workdir)]
-    self.assertEqual(_start(command).wait(), 0)
+    # While the checkpoint after row 4 is written.
+    process = _start(command)
+    while not list((workdir / 'checkpoints').glob('*4*')):
+      self.assertIsNone(process.poll())
+      time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    self.assertEqual(process.wait(), -signal.SIGKILL)
+    self.assertEqual(_start(['resume', str(workdir)]).wait(), 0)
     rows = run.read_rows(workdir / 'metrics.jsonl')
     self.assertEqual(_timeless(rows), _timeless(self.rows))
 
