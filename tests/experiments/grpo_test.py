@@ -158,26 +158,25 @@ class RandomKillTest(absltest.TestCase):
   def test_run_killed_at_random_moments_is_as_if_it_had_not_been(self):
     folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
     flags = ('--steps=12', '--updates_per_rollout=2', '--save_interval=1')
-    start = time.monotonic()
-    whole = _start(['smoke', f'--workdir={folder / "whole"}', *flags])
-    self.assertEqual(whole.wait(), 0)
-    longest = time.monotonic() - start
+    for name in ('compiled', 'whole'):  # the first fills the compilation cache
+      start = time.monotonic()
+      args = ['smoke', f'--workdir={folder / name}', *flags]
+      self.assertEqual(_start(args).wait(), 0)
+    seconds = time.monotonic() - start
     workdir = folder / 'killed'
     command, kills = ['smoke', f'--workdir={workdir}', *flags], 0
-    delays = np.random.default_rng(0).uniform(0.1, 1, size=100) * longest
-    for delay in delays:
+    for delay in np.random.default_rng(0).uniform(0.1, 1, size=8) * seconds:
       process = _start(command)
       try:
-        process.wait(timeout=delay)
-        break
+        self.assertEqual(process.wait(timeout=delay), 0)
       except subprocess.TimeoutExpired:
         process.kill()
         self.assertEqual(process.wait(), -signal.SIGKILL)
         kills += 1
       if (workdir / 'config.json').exists():
         command = ['resume', str(workdir)]
-    self.assertEqual(process.returncode, 0)
-    self.assertGreater(kills, 0)
+    self.assertGreater(kills, 3)
+    self.assertEqual(_start(command).wait(), 0)
     rows = [
         run.read_rows(folder / n / 'metrics.jsonl') for n in ('whole', 'killed')
     ]
