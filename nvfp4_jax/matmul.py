@@ -345,7 +345,9 @@ def _quantize_tokens(x, spec, group_sizes, key):
   starts = jnp.arange(x.shape[1] // block) * block
   ends = jnp.cumsum(group_sizes)
   group = jnp.sum(ends <= starts[:, None], axis=1)
-  return quantization.quantize_in_groups(x, spec, group, key=key)
+  # Blocks of padding past the last group are a group of their own.
+  num_groups = group_sizes.shape[0] + 1
+  return quantization.quantize_in_groups(x, spec, group, num_groups, key=key)
 
 
 def _quantized_gradients(dy, x, w, group_sizes, key, precision):

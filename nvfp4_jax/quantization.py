@@ -205,6 +205,7 @@ def quantize_in_groups(
     x: jax.Array,
     spec: QuantSpec,
     group_of_block: jax.Array,
+    num_groups: int,
     *,
     key: jax.Array | None = None,
 ) -> qtensor.QTensor:
@@ -217,6 +218,7 @@ def quantize_in_groups(
     x: `[M, K]`.
     spec: how; formats without global scale are as in `quantize`.
     group_of_block: int32 `[K/block]`, the group of each block of columns.
+    num_groups: groups are numbered below this.
     key: see `quantize`.
 
   Returns:
@@ -229,7 +231,7 @@ def quantize_in_groups(
   _check_key(spec, key)
   if spec.outer == 'none':
     return _quantize(x, key, None, spec)
-  return _quantize(x, key, None, spec, group_of_block)
+  return _quantize(x, key, None, spec, group_of_block, num_groups)
 
 
 def compute_amax(x: jax.Array, spec: QuantSpec) -> jax.Array:
@@ -268,8 +270,8 @@ def check_operand(x: jax.Array | jax.ShapeDtypeStruct, spec: QuantSpec) -> None:
       )
 
 
-@functools.partial(jax.jit, static_argnames='spec')
-def _quantize(x, key, amax, spec, group_of_block=None):
+@functools.partial(jax.jit, static_argnames=('spec', 'num_groups'))
+def _quantize(x, key, amax, spec, group_of_block=None, num_groups=None):
   fmt = formats.FORMATS[spec.format]
   largest_input = float(jnp.finfo(x.dtype).max)
   if spec.hadamard:
@@ -279,7 +281,9 @@ def _quantize(x, key, amax, spec, group_of_block=None):
   block_amax = _max_magnitude(blocks, -1)
   outer_amax = None
   if spec.outer != 'none':
-    outer_amax = _outer_amax(block_amax, spec, group_of_block)
+    outer_amax = _outer_amax(block_amax, spec)
+    if num_groups is not None:
+      outer_amax = _amax_of_groups(block_amax, spec, group_of_block, num_groups)
   if spec.block_2d:
     block_amax = _over_block_rows(block_amax, fmt.block, _max_magnitude)
 
@@ -338,15 +342,18 @@ def _encode(v, fmt):
   return lax.bitcast_convert_type(formats.encode_e4m3(v), jnp.uint8)
 
 
-def _outer_amax(x, spec, group_of_block=None):
+def _outer_amax(x, spec):
   axis = (-1,) if spec.outer == 'token' else (-2, -1)
-  if group_of_block is None:
-    return _max_magnitude(x, axis, keepdims=True)
-  # Of all blocks in the group, for each block: `[..., 1 or M, K/16]`.
+  return _max_magnitude(x, axis, keepdims=True)
+
+
+def _amax_of_groups(block_amax, spec, group_of_block, num_groups):
+  """Returns for each block the amax of its group, `[1 or M, K/block]`."""
   if spec.outer == 'tensor':
-    x = _max_magnitude(x, -2, keepdims=True)
-  same = group_of_block == group_of_block[:, None]
-  return _max_magnitude(jnp.where(same, x[..., None, :], 0.0), -1)
+    block_amax = _max_magnitude(block_amax, -2, keepdims=True)
+  bits = lax.bitcast_convert_type(block_amax, jnp.int32)  # see _max_magnitude
+  largest = jax.ops.segment_max(bits.T, group_of_block, num_groups)
+  return lax.bitcast_convert_type(largest[group_of_block].T, jnp.float32)
 
 
 def _max_magnitude(x, axis, keepdims=False):
