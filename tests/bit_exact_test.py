@@ -131,8 +131,8 @@ class BitExactTest(chex.TestCase):
     self.assertGreater(differing, 0.9 * count)
 
   def test_on_the_fly_weights_equal_quantize_params(self):
-    params = _masters(TINY_DENSE, 'nvfp4_final')
-    quantizer, _ = _quantizers('nvfp4_final')
+    params = _masters(TINY_DENSE, 'nvfp4_dequantized')
+    quantizer, _ = _quantizers('nvfp4_dequantized')
     tokens, _ = _prompts(TINY_DENSE, 5)
     tree = policy.quantize_params(quantizer, params)
     forward = jax.jit(transformer.forward, static_argnums=0)
