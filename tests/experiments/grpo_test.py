@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from unittest import mock
 
 from absl.testing import absltest
 from absl.testing import parameterized
@@ -17,6 +18,7 @@ from experiments import grpo
 from experiments import run
 from nvfp4_jax import checkpoint
 from nvfp4_jax import recipes
+from nvfp4_jax.rl import loop
 
 KEYS = {
     'step',
@@ -117,19 +119,32 @@ class GrpoTest(parameterized.TestCase):
     ):
       grpo.train(cfg, warm, run.Log(self.folder / 'other'))
 
-  def test_killed_run_goes_on_as_if_it_had_not_been(self):
-    workdir = self.folder / 'killed'
-    command = ['smoke', f'--workdir={workdir}', *FLAGS]
-    # While the checkpoint after row 4 is written.
-    process = _start(command)
-    while not list((workdir / 'checkpoints').glob('*4*')):
-      self.assertIsNone(process.poll())
-      time.sleep(0.002)
-    process.send_signal(signal.SIGKILL)
-    self.assertEqual(process.wait(), -signal.SIGKILL)
-    self.assertEqual(_start(['resume', str(workdir)]).wait(), 0)
+  def test_interrupted_run_goes_on_as_if_it_had_not_been(self):
+    # Without a new process, whose tracing takes most of the time; the slow
+    # tests below kill processes.
+    workdir = self.folder / 'interrupted'
+    train_rollout = loop.train_rollout
+
+    def interrupted(*args):
+      if args[-1] == 3:  # two steps after the last checkpoint
+        raise KeyboardInterrupt
+      return train_rollout(*args)
+
+    with (
+        mock.patch.object(loop, 'train_rollout', interrupted),
+        self.assertRaises(KeyboardInterrupt),
+    ):
+      run.launch(
+          grpo.main, grpo.PRESETS, ['smoke', f'--workdir={workdir}', *FLAGS]
+      )
+    run.launch(grpo.main, grpo.PRESETS, ['resume', str(workdir)])
     rows = run.read_rows(workdir / 'metrics.jsonl')
     self.assertEqual(_timeless(rows), _timeless(self.rows))
+    kept, whole = (
+        run.read_rows(path / 'diagnostics.jsonl')
+        for path in (workdir, self.workdir)
+    )
+    self.assertEqual(kept, whole)
 
   def test_every_recipe_has_a_preset(self):
     self.assertContainsSubset({'smoke', 'demo', *recipes.RECIPES}, grpo.PRESETS)
@@ -153,7 +168,27 @@ class GrpoTest(parameterized.TestCase):
 
 
 @pytest.mark.slow
-class RandomKillTest(absltest.TestCase):
+class KillTest(absltest.TestCase):
+
+  def test_run_killed_while_it_saves_is_as_if_it_had_not_been(self):
+    folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+    self.assertEqual(
+        _start(['smoke', f'--workdir={folder / "whole"}', *FLAGS]).wait(), 0
+    )
+    workdir = folder / 'killed'
+    process = _start(['smoke', f'--workdir={workdir}', *FLAGS])
+    while not list((workdir / 'checkpoints').glob('*4*')):
+      self.assertIsNone(process.poll())
+      time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    self.assertEqual(process.wait(), -signal.SIGKILL)
+    self.assertEqual(_start(['resume', str(workdir)]).wait(), 0)
+    whole, rows = (
+        run.read_rows(folder / name / 'metrics.jsonl')
+        for name in ('whole', 'killed')
+    )
+    self.assertLen(rows, 6)
+    self.assertEqual(_timeless(rows), _timeless(whole))
 
   def test_run_killed_at_random_moments_is_as_if_it_had_not_been(self):
     folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
