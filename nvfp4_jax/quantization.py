@@ -280,10 +280,10 @@ def _quantize(x, key, amax, spec, group_of_block=None, num_groups=None):
   blocks = qtensor.split_blocks(x.astype(jnp.float32), fmt.block)
   block_amax = _max_magnitude(blocks, -1)
   outer_amax = None
-  if spec.outer != 'none':
+  if num_groups is not None:
+    outer_amax = _amax_of_groups(block_amax, spec, group_of_block, num_groups)
+  elif spec.outer != 'none':
     outer_amax = _outer_amax(block_amax, spec)
-    if num_groups is not None:
-      outer_amax = _amax_of_groups(block_amax, spec, group_of_block, num_groups)
   if spec.block_2d:
     block_amax = _over_block_rows(block_amax, fmt.block, _max_magnitude)
 
