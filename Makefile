@@ -55,7 +55,7 @@ $(VENV)/.setup-demo: pyproject.toml constraints.txt
 
 # What serves development serves the demo too, hence both stamps.
 $(VENV)/.setup-dev: pyproject.toml constraints.txt
-	@$(call install,plots$(comma)dev)
+	@$(call install,plots$(comma)gguf$(comma)dev)
 	@touch $(VENV)/.setup-demo $@
 
 comma := ,

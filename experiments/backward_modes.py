@@ -108,7 +108,7 @@ def _operands(cfg, seed):
 
 def _layer(precision, x, w):
   if precision is None:
-    return matmul.bfloat16_matmul(x, w)
+    return matmul.unquantized_matmul(x, w)
   stochastic = precision.grad and precision.grad.rounding == 'stochastic'
   key = jax.random.key(0) if stochastic else None
   return matmul.quantized_matmul(x, w, precision, key=key)

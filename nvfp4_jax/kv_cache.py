@@ -1,4 +1,4 @@
-"""The KV cache of a decoder: bfloat16 keys and values of every layer."""
+"""The KV cache of a decoder: keys and values of every layer."""
 
 import dataclasses
 
@@ -13,10 +13,10 @@ class KVCache:
   """Keys and values, written in place while it is carried through a scan.
 
   Attributes:
-    k: `[L, B, H_kv, S, D]` bfloat16 keys, after RoPE. With the sequence axis
+    k: `[L, B, H_kv, S, D]` keys, after RoPE. With the sequence axis
       next to last, XLA need not transpose the cache, and the order of
       attention's sums does not change with its length.
-    v: `[L, B, H_kv, S, D]` bfloat16 values.
+    v: `[L, B, H_kv, S, D]` values.
     lengths: `[B]` int32, how many positions of each row are filled.
   """
 
@@ -26,13 +26,18 @@ class KVCache:
 
 
 def init(
-    num_layers: int, batch: int, num_kv_heads: int, length: int, head_dim: int
+    num_layers: int,
+    batch: int,
+    num_kv_heads: int,
+    length: int,
+    head_dim: int,
+    dtype: jax.typing.DTypeLike = jnp.bfloat16,
 ) -> KVCache:
-  """Returns an empty cache for `length` positions."""
+  """Returns an empty cache for `length` positions, of the model's dtype."""
   shape = (num_layers, batch, num_kv_heads, length, head_dim)
   return KVCache(
-      k=jnp.zeros(shape, jnp.bfloat16),
-      v=jnp.zeros(shape, jnp.bfloat16),
+      k=jnp.zeros(shape, dtype),
+      v=jnp.zeros(shape, dtype),
       lengths=jnp.zeros((batch,), jnp.int32),
   )
 

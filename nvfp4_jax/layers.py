@@ -11,6 +11,9 @@ log-prob comes out bit for bit the same in both. That holds because
   bfloat16), so that no compiler can contract it away;
 * no arithmetic is done in bfloat16: it is done in float32 and rounded once.
 
+Activations are bfloat16, or float32 throughout, in which case nothing of this
+is rounded: functions follow the dtype of their input.
+
 A layer's parameters come as `LayerWeights`; names are Hugging Face's.
 """
 
@@ -29,6 +32,7 @@ from nvfp4_jax import exact
 from nvfp4_jax import matmul
 from nvfp4_jax import qtensor
 from nvfp4_jax import quantization
+from nvfp4_jax import routing
 
 
 class LayerWeights(NamedTuple):
@@ -57,18 +61,24 @@ def linear(
   """Returns `x @ w.T` with the precision that the policy gives to `name`.
 
   Args:
-    x: `[..., K]` bfloat16; `[M, K]` rows sorted by expert with `group_sizes`.
+    x: `[..., K]`; `[M, K]` rows sorted by expert with `group_sizes`.
     weights: the layer.
     name: which weight, `[N, K]` or `[E, N, K]`.
     group_sizes: `[E]` int32 for a grouped matmul.
     xq: `quantize_input` of `x`, where several linears share it.
 
   Returns:
-    `[..., N]` bfloat16.
+    `[..., N]` in the dtype of `x`, the bias added if the layer has one.
   """
+  y = _product(x, weights, name, group_sizes, xq)
+  bias = weights.params.get(f'{name}.bias')
+  return y if bias is None else add(y, _as(bias, x.dtype))
+
+
+def _product(x, weights, name, group_sizes, xq):
   w, precision = weights.params[name], weights.precisions[name]
   if precision is None:
-    return matmul.bfloat16_matmul(x, w, group_sizes)
+    return matmul.unquantized_matmul(x, w, group_sizes, dtype=x.dtype)
   if isinstance(w, qtensor.QTensor):
     w, wq = None, w
   else:
@@ -96,25 +106,24 @@ def rms_norm(x: jax.Array, gain: jax.Array, eps: float) -> jax.Array:
   """Returns `x / sqrt(mean(x**2) + eps) * gain`, rounded after each product.
 
   Args:
-    x: `[..., D]` bfloat16.
+    x: `[..., D]`.
     gain: `[D]`.
     eps: added to the mean square.
 
   Returns:
-    `[..., D]` bfloat16.
+    `[..., D]` in the dtype of `x`.
   """
-  x = x.astype(jnp.float32)
+  dtype, x = x.dtype, x.astype(jnp.float32)
   mean_square = exact.fence(exact.tree_sum(x * x) * (1 / x.shape[-1]))
   inverse = exact.rsqrt(mean_square + eps)
-  normal = exact.round_to_bfloat16(x * inverse[..., None])
-  return exact.to_bfloat16(normal * _bfloat16_values(gain))
+  normal = _round(x * inverse[..., None], dtype)
+  return _as(normal * _round(gain.astype(jnp.float32), dtype), dtype)
 
 
 def rope_table(
-    length: int, head_dim: int, theta: float
+    length: int, frequencies: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-  """Returns float32 cosines and sines `[length, head_dim / 2]`."""
-  frequencies = theta ** (-np.arange(0, head_dim, 2) / head_dim)
+  """Returns float32 cosines and sines `[length, R/2]` for `[R/2]` angles."""
   angles = np.arange(length)[:, None] * frequencies
   return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
 
@@ -122,25 +131,30 @@ def rope_table(
 def rope(
     x: jax.Array, cos: jax.Array, sin: jax.Array, scale: float = 1.0
 ) -> jax.Array:
-  """Rotates the two halves of each head by its position, then scales.
+  """Rotates the first R channels of each head by its position, then scales.
 
-  Cosines and sines are rounded to bfloat16, which makes the products exact.
+  Channel i is paired with channel i + R/2; those from R on stay as they are.
+  Cosines and sines are rounded to the dtype of `x`: in bfloat16, products are
+  exact.
 
   Args:
-    x: `[B, T, H, D]` bfloat16.
-    cos: `[B, T, D/2]` float32.
-    sin: `[B, T, D/2]` float32.
+    x: `[B, T, H, D]`.
+    cos: `[B, T, R/2]` float32.
+    sin: `[B, T, R/2]` float32.
     scale: applied in float32, before the one rounding.
 
   Returns:
-    `[B, T, H, D]` bfloat16.
+    `[B, T, H, D]` in the dtype of `x`.
   """
-  cos, sin = (exact.round_to_bfloat16(t)[:, :, None] for t in (cos, sin))
-  first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-  rotated = jnp.concatenate(
-      [first * cos - second * sin, second * cos + first * sin], axis=-1
+  dtype, half = x.dtype, cos.shape[-1]
+  cos, sin = (_round(t, dtype)[:, :, None] for t in (cos, sin))
+  first, second, rest = jnp.split(
+      x.astype(jnp.float32), (half, 2 * half), axis=-1
   )
-  return exact.to_bfloat16(rotated * scale)
+  rotated = jnp.concatenate(
+      [first * cos - second * sin, second * cos + first * sin, rest], axis=-1
+  )
+  return _as(rotated * scale, dtype)
 
 
 def attention(
@@ -152,18 +166,18 @@ def attention(
 ) -> jax.Array:
   """Returns causal grouped-query attention.
 
-  Softmax weights are rounded to bfloat16 before they are summed and used. The
+  Softmax weights are rounded to the dtype before they are summed and used. The
   sum over keys is a dot for each block of keys, and a tree over blocks.
 
   Args:
-    q: `[B, T, H, D]` bfloat16, already scaled by 1 / sqrt(D).
-    k: `[B, H_kv, S, D]` bfloat16.
-    v: `[B, H_kv, S, D]` bfloat16.
+    q: `[B, T, H, D]`, already scaled by 1 / sqrt(D).
+    k: `[B, H_kv, S, D]`.
+    v: `[B, H_kv, S, D]`.
     positions: `[B, T]` int32; a query sees the keys up to its position.
     block: number of keys in a block.
 
   Returns:
-    `[B, T, H * D]` bfloat16.
+    `[B, T, H * D]` in the dtype of `q`.
   """
   batch, length, heads, dim = q.shape
   kv_heads = k.shape[1]
@@ -178,7 +192,7 @@ def attention(
   live = jnp.arange(keys) <= positions[:, None, None, :, None]
   scores = jnp.where(live, scores, -jnp.inf)
   largest = lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
-  weights = exact.to_bfloat16(exact.exp(scores - largest))
+  weights = _as(exact.exp(scores - largest), q.dtype)
   total = exact.tree_sum(weights.astype(jnp.float32))
 
   rows = weights.shape[2] * length
@@ -189,16 +203,17 @@ def attention(
   )
   summed = exact.tree_sum(jnp.moveaxis(parts, 2, -1))
   inverse = exact.fence(1.0 / total).reshape(batch, kv_heads, rows, 1)
-  out = exact.to_bfloat16(summed * inverse)
+  out = _as(summed * inverse, q.dtype)
   out = out.reshape(batch, kv_heads, -1, length, dim)
   return out.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads * dim)
 
 
 def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
-  """Returns `silu(gate) * up` in bfloat16, silu rounded first."""
+  """Returns `silu(gate) * up` in their dtype, silu rounded first."""
+  dtype = gate.dtype
   gate, up = gate.astype(jnp.float32), up.astype(jnp.float32)
   silu = gate / (1.0 + exact.exp(jnp.minimum(-gate, 80.0)))
-  return exact.to_bfloat16(exact.round_to_bfloat16(silu) * up)
+  return _as(_round(silu, dtype) * up, dtype)
 
 
 def mlp(
@@ -209,10 +224,10 @@ def mlp(
     group_sizes: jax.Array | None = None,
     xq: qtensor.QTensor | None = None,
 ) -> jax.Array:
-  """Returns `down(swiglu(gate(x), up(x)))`, `[M, D]` bfloat16.
+  """Returns `down(swiglu(gate(x), up(x)))`, `[M, D]` in the dtype of `x`.
 
   Args:
-    x: `[M, D]` bfloat16.
+    x: `[M, D]`.
     weights: the layer.
     prefix: of the names of gate_proj, up_proj and down_proj.
     group_sizes: `[E]` int32 where the weights are experts.
@@ -227,34 +242,37 @@ def mlp(
 
 
 def moe(
-    x: jax.Array, weights: LayerWeights, experts_per_token: int
+    x: jax.Array,
+    weights: LayerWeights,
+    experts_per_token: int,
+    router: routing.Router = routing.SOFTMAX,
 ) -> jax.Array:
   """Returns the mixture of the experts that each token is routed to.
 
-  The router runs in bfloat16 with float32 logits; the weights of a token's
-  experts are a softmax over those alone. Rows are sorted by expert, so that
-  the work grows with tokens times experts per token. Tokens are quantized
-  before they are sorted.
+  The router has float32 logits; the weights of a token's experts are rounded to
+  the dtype of `x`. Rows are sorted by expert, so that the work grows with
+  tokens times experts per token. Tokens are quantized before they are sorted.
 
   Args:
-    x: `[M, D]` bfloat16.
+    x: `[M, D]`.
     weights: the layer.
     experts_per_token: k.
+    router: how experts are chosen and weighted.
 
   Returns:
-    `[M, D]` float32, a sum of exact products of bfloat16 numbers, unrounded.
+    `[M, D]` float32, unrounded; for bfloat16 `x` a sum of exact products.
   """
   tokens, k = x.shape[0], experts_per_token
-  router = weights.params['mlp.gate']
-  logits = matmul.bfloat16_matmul(x.astype(jnp.float32), router)
-  _, experts = lax.top_k(lax.stop_gradient(logits), k)
-  one_hot = jax.nn.one_hot(experts, logits.shape[-1], dtype=jnp.float32)
-  chosen = jnp.sum(one_hot * logits[:, None, :], axis=-1)
-  gates = _softmax_weights(chosen)
+  w = weights.params['mlp.gate']
+  logits = matmul.unquantized_matmul(x.astype(jnp.float32), w, dtype=x.dtype)
+  bias = weights.params.get('mlp.gate.e_score_correction_bias')
+  experts, gates = routing.route(logits, bias, router, k)
+  gates = _round(gates, x.dtype)
 
   order = jnp.argsort(experts.reshape(-1), stable=True)
   inverse = jnp.argsort(order)
-  group_sizes = jnp.sum(one_hot, axis=(0, 1)).astype(jnp.int32)
+  one_hot = experts.reshape(-1, 1) == jnp.arange(w.shape[0])
+  group_sizes = jnp.sum(one_hot, axis=0, dtype=jnp.int32)
   copies = jnp.broadcast_to(x[:, None], (tokens, k, x.shape[-1]))
   rows = _permute(copies.reshape(tokens * k, -1), order, inverse)
   names = ('mlp.experts.gate_proj', 'mlp.experts.up_proj')
@@ -298,26 +316,26 @@ def token_logprobs(
 
 
 def add(x: jax.Array, y: jax.Array) -> jax.Array:
-  """Returns the residual sum of two arrays, added in float32, in bfloat16."""
-  return exact.to_bfloat16(x.astype(jnp.float32) + y.astype(jnp.float32))
+  """Returns the sum of two arrays, added in float32, in the dtype of `x`."""
+  return _as(x.astype(jnp.float32) + y.astype(jnp.float32), x.dtype)
 
 
-def embed(tokens: jax.Array, table: jax.Array) -> jax.Array:
-  """Returns the bfloat16 rows `[..., D]` of a `[V, D]` table."""
-  return _bfloat16_values(table[tokens]).astype(jnp.bfloat16)
+def embed(
+    tokens: jax.Array, table: jax.Array, dtype: jax.typing.DTypeLike
+) -> jax.Array:
+  """Returns the rows `[..., D]` of a `[V, D]` table, rounded to `dtype`."""
+  return _as(table[tokens], jnp.dtype(dtype))
 
 
-def _softmax_weights(logits):
-  """Returns softmax over the last, short axis, rounded to bfloat16 values."""
-  largest = lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
-  weights = exact.exp(logits - largest)
-  inverse = exact.fence(1.0 / exact.tree_sum(weights))[..., None]
-  return exact.round_to_bfloat16(weights * inverse)
+def _round(x, dtype):
+  """Returns float32 `x` rounded to values of `dtype`."""
+  return exact.round_to_bfloat16(x) if dtype == jnp.bfloat16 else x
 
 
-def _bfloat16_values(param):
-  param = param.astype(jnp.float32)
-  return exact.round_to_bfloat16(param)
+def _as(x, dtype):
+  """Returns `x`, in `dtype`; a rounding that XLA cannot drop."""
+  x = x.astype(jnp.float32)
+  return exact.to_bfloat16(x) if dtype == jnp.bfloat16 else x
 
 
 def _batched_dot(x, w):

@@ -34,6 +34,7 @@ from nvfp4_jax import quantization
 
 type Backward = Literal['quantized', 'high_precision', 'dequantized']
 
+_BFLOAT16 = jnp.dtype(jnp.bfloat16)
 _BACKWARD_MODES = ('quantized', 'high_precision', 'dequantized')
 
 
@@ -194,26 +195,43 @@ def quantized_grouped_matmul(
   return _checked_matmul(x, w, group_sizes, precision, xq, wq, key, axis_name)
 
 
-def bfloat16_matmul(
-    x: jax.Array, w: jax.Array, group_sizes: jax.Array | None = None
+def unquantized_matmul(
+    x: jax.Array,
+    w: jax.Array,
+    group_sizes: jax.Array | None = None,
+    *,
+    dtype: jax.typing.DTypeLike = jnp.bfloat16,
 ) -> jax.Array:
-  """Returns `x @ w.T` of the bfloat16 values of both, sums in float32.
+  """Returns `x @ w.T` of both rounded to `dtype`, with sums in float32.
 
-  The VJP is that of a plain matmul, with bfloat16 operands too.
+  The VJP is that of a plain matmul, with operands of `dtype` too.
 
   Args:
     x: `[..., K]`, or `[M, K]` with `group_sizes`.
     w: `[N, K]`, or `[E, N, K]` with `group_sizes`; gets a gradient of its own
       dtype.
     group_sizes: `[E]` int32, or None.
+    dtype: bfloat16 or float32.
 
   Returns:
     `[..., N]` in the dtype of `x`.
   """
-  return _checked_matmul(x, w, group_sizes, None, None, None, None, None)
+  return _checked_matmul(
+      x, w, group_sizes, None, None, None, None, None, jnp.dtype(dtype)
+  )
 
 
-def _checked_matmul(x, w, group_sizes, precision, xq, wq, key, axis_name):
+def _checked_matmul(
+    x,
+    w,
+    group_sizes,
+    precision,
+    xq,
+    wq,
+    key,
+    axis_name,
+    dtype=_BFLOAT16,
+):
   if w is None and wq is None:
     raise ValueError('Give w, wq or both.')
   ndim = 2 if group_sizes is None else 3
@@ -238,6 +256,7 @@ def _checked_matmul(x, w, group_sizes, precision, xq, wq, key, axis_name):
   static = _Static(
       precision=precision,
       axis_name=axis_name,
+      dtype=dtype,
       x_dtype=jnp.dtype(x.dtype),
       w_dtype=None if w is None else jnp.dtype(w.dtype),
   )
@@ -275,6 +294,7 @@ def _check_operands(x, w, xq, precision):
 class _Static:
   precision: MatmulPrecision | None
   axis_name: str | None
+  dtype: jnp.dtype  # of operands that are not quantized
   x_dtype: jnp.dtype
   w_dtype: jnp.dtype | None
 
@@ -286,9 +306,9 @@ def _matmul(x, w, xq, wq, group_sizes, key, static):
 
 def _fwd(x, w, xq, wq, group_sizes, key, static):
   precision = static.precision
-  x = _clear_dead_rows(_bfloat16(x), group_sizes)
+  x = _clear_dead_rows(_as(x, static.dtype), group_sizes)
   if precision is None:
-    y = kernels.matmul(x, _bfloat16(w), group_sizes)
+    y = kernels.matmul(x, _as(w, static.dtype), group_sizes)
     return _as(y, static.x_dtype), (x, w, group_sizes, None)
   if precision.fprop_lhs is None:
     xq = x
@@ -309,12 +329,12 @@ def _bwd(static, residuals, dy):
   x, w, group_sizes, key = residuals
   if static.w_dtype is None:
     raise ValueError('A gradient needs w; only wq was given.')
-  dy = _clear_dead_rows(_bfloat16(dy), group_sizes)
+  dy = _clear_dead_rows(_as(dy, static.dtype), group_sizes)
   precision = static.precision
   if precision is not None and precision.backward == 'quantized':
     dgrad, wgrad = _quantized_gradients(dy, x, w, group_sizes, key, precision)
   else:
-    x, w = _backward_operand(x), _backward_operand(w)
+    x, w = (_backward_operand(operand, static.dtype) for operand in (x, w))
     dgrad = kernels.dgrad(dy, w, group_sizes)
     wgrad = kernels.wgrad(dy, x, group_sizes)
   dgrad, wgrad = _as(dgrad, static.x_dtype), _as(wgrad, static.w_dtype)
@@ -414,10 +434,10 @@ def _in_rows(spec):
   return dataclasses.replace(spec, block_2d=False)
 
 
-def _backward_operand(operand):
+def _backward_operand(operand, dtype):
   if isinstance(operand, qtensor.QTensor):
-    return qtensor.dequantize(operand, jnp.bfloat16)
-  return _bfloat16(operand)
+    return qtensor.dequantize(operand, dtype)
+  return _as(operand, dtype)
 
 
 def _quantize(x, spec, axis_name):

@@ -23,12 +23,18 @@ import jax.numpy as jnp
 
 from nvfp4_jax import exact
 from nvfp4_jax import matmul
+from nvfp4_jax import qtensor
 from nvfp4_jax import quantization
 
 type Precisions = Mapping[str, matmul.MatmulPrecision | None]
 type ParamTree = dict[str, Any]
 
 _LAYER_PATH = re.compile(r'layers\.(\d+)\.(.+)')
+
+# Linears that servers fuse into one matmul, and that share a global scale.
+_FUSED = (('gate_proj', 'up_proj'), ('q_proj', 'k_proj', 'v_proj'))
+# What is never rounded to bfloat16: a router's choice hangs on its last bits.
+_FLOAT32 = 'e_score_correction_bias'
 
 
 class NonFiniteError(ValueError):
@@ -189,17 +195,25 @@ def segment_precisions(
   return tuple(result)
 
 
-def quantize_params(quantizer: Quantizer, params: ParamTree) -> ParamTree:
-  """Returns the tree that runs: quantized weights, and bfloat16 for the rest.
+def quantize_params(
+    quantizer: Quantizer,
+    params: ParamTree,
+    *,
+    dtype: jax.typing.DTypeLike = jnp.bfloat16,
+) -> ParamTree:
+  """Returns the tree that runs: quantized weights, and `dtype` for the rest.
 
   It is computed once per update and shared: the learner takes its QTensors as
   `wq`, the sampler holds it in place of the parameters. What is quantized is
-  the bfloat16 value of the master. gate_proj and up_proj of one MLP, or of one
-  expert, share their amax, so that their global scales are equal.
+  the bfloat16 value of the master. Linears that servers fuse (gate_proj and
+  up_proj of an MLP or of one expert; q_proj, k_proj and v_proj), if they have
+  one precision, share their amax, so that their global scales are equal. The
+  correction bias of a router stays float32.
 
   Args:
     quantizer: the quantizer.
     params: float32 or bfloat16 master parameters.
+    dtype: of what is not quantized, bfloat16 or float32: the model's.
 
   Returns:
     A tree of the same structure with QTensor leaves.
@@ -207,62 +221,119 @@ def quantize_params(quantizer: Quantizer, params: ParamTree) -> ParamTree:
   Raises:
     NonFiniteError: a weight to be quantized holds NaN or infinity; it is named.
       Not checked on tracers.
-    TypeError, ValueError: a weight that its format cannot hold; it is named.
+    TypeError, ValueError: a weight that its format cannot hold, or one that
+      lacks a linear it is fused with; it is named.
   """
-  tree, finite = _quantize_tree(quantizer.policy, params)
-  if not any(isinstance(flag, jax.core.Tracer) for flag in finite.values()):
-    bad = [path for path, flag in finite.items() if not flag]
-    if bad:
-      raise NonFiniteError(f'NaN or infinity in {", ".join(bad)}.')
+  all_precisions = segment_precisions(quantizer.policy, params)
+  segments = list(_segments_of(params))
+  prefixes = [
+      f'layers.{start}-{start + _length(segment) - 1}.'
+      for start, segment in segments
+  ]
+  tree = {
+      name: _as(name, leaf, dtype)
+      for name, leaf in params.items()
+      if name != 'layers'
+  }
+  tree['layers'] = tuple(
+      quantize_layers(segment, precisions, prefix, dtype=dtype)
+      for (_, segment), precisions, prefix in zip(
+          segments, all_precisions, prefixes, strict=True
+      )
+  )
   return tree
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _quantize_tree(policy, params):
-  finite = {}
-  tree = {
-      name: _bfloat16(leaf) for name, leaf in params.items() if name != 'layers'
-  }
-  all_precisions = segment_precisions(policy, params)
-  tree['layers'] = tuple(
-      _quantize_segment(segment, precisions, start, finite)
-      for (start, segment), precisions in zip(
-          _segments_of(params), all_precisions, strict=True
-      )
-  )
-  return tree, finite
+def quantize_layers(
+    weights: ParamTree,
+    precisions: Precisions,
+    prefix: str,
+    *,
+    dtype: jax.typing.DTypeLike = jnp.bfloat16,
+) -> ParamTree:
+  """Returns some parameters of a layer, or of a stack, as they run.
 
+  Leading axes (layers, experts) are batch: any part of a stack gives the bytes
+  that it has in the whole. `quantize_params` is this for every segment.
 
-def _quantize_segment(segment, precisions, start, finite):
-  result = {}
-  for name, leaf in segment.items():
-    precision, leaf = precisions[name], _bfloat16(leaf)
-    if precision is None:
-      result[name] = leaf
-      continue
-    path = f'layers.{start}-{start + _length(segment) - 1}.{name}'
-    try:
-      quantization.check_operand(leaf, precision.rhs)
-    except (TypeError, ValueError) as error:
-      raise type(error)(f'{path}: {error}') from error
-    finite[path] = jnp.all(jnp.isfinite(leaf))
-    amax = None
-    partner = _joint_partner(name)
-    is_joint = partner in segment and precisions[partner] == precision
-    if is_joint and precision.rhs.outer == 'tensor':
-      both = leaf, _bfloat16(segment[partner])
-      amax = jnp.maximum(
-          *(quantization.compute_amax(w, precision.rhs) for w in both)
-      )
-    result[name] = quantization.quantize(leaf, precision.rhs, amax=amax)
+  Args:
+    weights: arrays by name; with a linear, all that it is fused with.
+    precisions: of at least these names.
+    prefix: of the names, in errors.
+    dtype: of what is not quantized.
+
+  Raises:
+    NonFiniteError, TypeError, ValueError: as `quantize_params`.
+  """
+  for name, leaf in weights.items():
+    if precisions[name] is not None:
+      _check_weight(name, leaf, weights, precisions, prefix)
+  chosen = tuple((name, precisions[name]) for name in sorted(weights))
+  result, finite = _quantize_layers(weights, chosen, jnp.dtype(dtype))
+  if not any(isinstance(flag, jax.core.Tracer) for flag in finite.values()):
+    bad = [prefix + name for name, flag in finite.items() if not flag]
+    if bad:
+      raise NonFiniteError(f'NaN or infinity in {", ".join(bad)}.')
   return result
 
 
-def _joint_partner(name):
-  """Returns the name whose global scale `name` shares, or None."""
+def dequantize_params(params: ParamTree) -> ParamTree:
+  """Returns float32 masters of a tree with QTensors: the values that run."""
+  is_qtensor = lambda leaf: isinstance(leaf, qtensor.QTensor)
+  return jax.tree.map(
+      lambda leaf: qtensor.dequantize(leaf, jnp.float32)
+      if is_qtensor(leaf)
+      else leaf.astype(jnp.float32),
+      params,
+      is_leaf=is_qtensor,
+  )
+
+
+def fused_names(name: str) -> tuple[str, ...]:
+  """Returns the names of all linears that servers fuse with `name`, its too."""
   head, _, tail = name.rpartition('.')
-  partner = {'gate_proj': 'up_proj', 'up_proj': 'gate_proj'}.get(tail)
-  return partner and f'{head}.{partner}'
+  for group in _FUSED:
+    if tail in group:
+      return tuple(f'{head}.{member}' for member in group)
+  return (name,)
+
+
+def _check_weight(name, leaf, weights, precisions, prefix):
+  spec = precisions[name].rhs
+  try:
+    quantization.check_operand(leaf, spec)
+  except (TypeError, ValueError) as error:
+    raise type(error)(f'{prefix}{name}: {error}') from error
+  missing = [n for n in fused_names(name) if n not in weights]
+  if missing and spec.outer == 'tensor':
+    raise ValueError(
+        f'{prefix}{name} shares its global scale with {", ".join(missing)},'
+        ' which is missing.'
+    )
+
+
+@functools.partial(jax.jit, static_argnames=('precisions', 'dtype'))
+def _quantize_layers(weights, precisions, dtype):
+  of_name = dict(precisions)
+  result, finite = {}, {}
+  for name, leaf in weights.items():
+    precision = of_name[name]
+    if precision is None:
+      result[name] = _as(name, leaf, dtype)
+      continue
+    leaf, amax = _bfloat16(leaf), None
+    finite[name] = jnp.all(jnp.isfinite(leaf))
+    fused = [n for n in fused_names(name) if of_name.get(n) == precision]
+    if len(fused) > 1 and precision.rhs.outer == 'tensor':
+      amax = functools.reduce(
+          jnp.maximum,
+          (
+              quantization.compute_amax(_bfloat16(weights[n]), precision.rhs)
+              for n in fused
+          ),
+      )
+    result[name] = quantization.quantize(leaf, precision.rhs, amax=amax)
+  return result, finite
 
 
 def _first_match(path, rules, kept):
@@ -294,6 +365,13 @@ def _segments_of(params):
 def _length(segment):
   """Returns how many layers are stacked in a segment."""
   return jax.tree.leaves(segment)[0].shape[0]
+
+
+def _as(name, leaf, dtype):
+  """Returns a parameter that is not quantized in the dtype in which it runs."""
+  if dtype == jnp.bfloat16 and not name.endswith(_FLOAT32):
+    return _bfloat16(leaf)
+  return leaf.astype(jnp.float32)
 
 
 def _bfloat16(leaf):

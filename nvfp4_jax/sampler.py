@@ -177,6 +177,7 @@ def _generate(
       config.num_kv_heads,
       -(-cache_length // config.attention_block) * config.attention_block,
       config.head_dim,
+      config.dtype,
   )
   hidden, cache = transformer.prefill(
       config, params, prompts, lengths, quantizer, cache

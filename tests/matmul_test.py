@@ -64,7 +64,7 @@ def _run(precision, x, w, dy, group_sizes=None):
 
   def fn(x, w):
     if precision is None:
-      return matmul.bfloat16_matmul(x, w, group_sizes)
+      return matmul.unquantized_matmul(x, w, group_sizes)
     if group_sizes is None:
       return matmul.quantized_matmul(x, w, precision)
     return matmul.quantized_grouped_matmul(x, w, group_sizes, precision)
@@ -175,7 +175,7 @@ class QuantizedMatmulTest(chex.TestCase):
     rounded = lambda v: exact.to_bfloat16(v).astype(jnp.float32)
     for fn in (
         lambda x, w: matmul.quantized_matmul(x, w, FINAL),
-        matmul.bfloat16_matmul,
+        matmul.unquantized_matmul,
     ):
       chex.assert_trees_all_equal(fn(x, w), fn(rounded(x), rounded(w)))
 
@@ -184,14 +184,14 @@ class QuantizedMatmulTest(chex.TestCase):
     x, w, _ = _operands(7, (33, 64), (32, 64))
     for fn in (
         lambda x: matmul.quantized_matmul(x, w, FINAL),
-        lambda x: matmul.bfloat16_matmul(x, w),
+        lambda x: matmul.unquantized_matmul(x, w),
     ):
       chex.assert_trees_all_equal(jax.jit(fn)(x[:rows]), jax.jit(fn)(x)[:rows])
 
   @parameterized.parameters(2, 3, 8)
   def test_row_does_not_depend_on_other_rows_with_few_features(self, features):
     x, w, _ = _operands(13, (33, 256), (features, 256), jnp.float32)
-    fn = jax.jit(matmul.bfloat16_matmul)
+    fn = jax.jit(matmul.unquantized_matmul)
     whole = fn(x, w)
     for rows in (1, 2, 3):
       chex.assert_trees_all_equal(fn(x[:rows], w), whole[:rows])
@@ -332,7 +332,7 @@ class GroupedMatmulTest(chex.TestCase):
       sizes = jnp.zeros(experts, jnp.int32)
       w = jnp.zeros((experts, 32, 64), jnp.bfloat16)
       x = jnp.zeros((4096, 64), jnp.bfloat16)
-      fn = jax.jit(lambda x, w, s: matmul.bfloat16_matmul(x, w, s))
+      fn = jax.jit(lambda x, w, s: matmul.unquantized_matmul(x, w, s))
       hlo = fn.lower(x, w, sizes).compile().as_text()
       # The only dot is the one of a block, inside the loop.
       self.assertNotIn(f'f32[{experts},4096', hlo)

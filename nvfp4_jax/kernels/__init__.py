@@ -4,7 +4,8 @@ Shapes: `x` is `[M, K]`, `w` is `[N, K]` (contraction axis last), `y` and `dy`
 are `[M, N]`. With `group_sizes` `[E]` int32, `w` is `[E, N, K]` and the rows of
 `x` are sorted by group: the first `group_sizes[0]` rows meet `w[0]`, and so on;
 groups may be empty, and rows after the last group give zeros. All results are
-float32 and not yet rounded; all non-quantized operands are bfloat16.
+float32 and not yet rounded; operands that are not quantized are bfloat16, or
+float32 where the model asks for it.
 
 `reference` is the only backend so far. It runs wherever XLA does and defines
 the answer.
@@ -58,14 +59,14 @@ def scaled_wgrad(
 def matmul(
     x: jax.Array, w: jax.Array, group_sizes: jax.Array | None = None
 ) -> jax.Array:
-  """Returns `x @ w.T`, float32 `[M, N]`, of bfloat16 operands."""
+  """Returns `x @ w.T`, float32 `[M, N]`, of unquantized operands."""
   return reference.matmul(x, w, group_sizes)
 
 
 def dgrad(
     dy: jax.Array, w: jax.Array, group_sizes: jax.Array | None = None
 ) -> jax.Array:
-  """Returns `dy @ w`, float32 `[M, K]`, of bfloat16 operands."""
+  """Returns `dy @ w`, float32 `[M, K]`, of unquantized operands."""
   return reference.dgrad(dy, w, group_sizes)
 
 

@@ -6,7 +6,7 @@ per-layer tree, `layers` a list of dicts, is what initialization and checkpoints
 hold; `stack` and `unstack` convert.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 import dataclasses
 import itertools
 from typing import Any, Literal
@@ -31,12 +31,13 @@ class ParamSpec:
   Attributes:
     shape: its shape, for one layer.
     axes: logical name of each axis.
-    init: standard deviation of its normal initialization; 'ones' for a gain.
+    init: standard deviation of its normal initialization; 'ones' for a gain,
+      'zeros' for a bias.
   """
 
   shape: tuple[int, ...]
   axes: tuple[str, ...]
-  init: float | Literal['ones']
+  init: float | Literal['ones', 'zeros']
 
 
 def param_specs(config: model_config.ModelConfig) -> policy.ParamTree:
@@ -47,7 +48,7 @@ def param_specs(config: model_config.ModelConfig) -> policy.ParamTree:
   )
   specs: policy.ParamTree = {
       'embed_tokens': dataclasses.replace(table, init=0.5),
-      'layers': [_layer_specs(c) for _ in range(c.num_layers)],
+      'layers': [layer_specs(c, i) for i in range(c.num_layers)],
       'norm': ParamSpec((c.embed_dim,), ('embed',), 'ones'),
   }
   if not c.tie_embeddings:
@@ -55,13 +56,75 @@ def param_specs(config: model_config.ModelConfig) -> policy.ParamTree:
   return specs
 
 
+def layer_specs(
+    config: model_config.ModelConfig, layer: int
+) -> dict[str, ParamSpec]:
+  """Returns the ParamSpec of every parameter of one layer by its name."""
+  c = config
+  d, head = c.embed_dim, c.head_dim
+  residual = (2 * c.num_layers) ** -0.5  # keeps the residual stream near 1
+
+  def weight(n, k, n_axis, k_axis, experts=0, gain=1.0):
+    lead, axis = ((experts,), ('expert',)) if experts else ((), ())
+    return ParamSpec((*lead, n, k), (*axis, n_axis, k_axis), gain * k**-0.5)
+
+  def mlp(prefix, hidden, experts=0):
+    up = weight(hidden, d, 'mlp', 'embed', experts)
+    return {
+        f'{prefix}.gate_proj': up,
+        f'{prefix}.up_proj': up,
+        f'{prefix}.down_proj': weight(
+            d, hidden, 'embed', 'mlp', experts, residual
+        ),
+    }
+
+  norm = ParamSpec((d,), ('embed',), 'ones')
+  kv = weight(c.num_kv_heads * head, d, 'heads', 'embed')
+  specs = {
+      'input_layernorm': norm,
+      'self_attn.q_proj': weight(c.num_heads * head, d, 'heads', 'embed'),
+      'self_attn.k_proj': kv,
+      'self_attn.v_proj': kv,
+      'self_attn.o_proj': weight(
+          d, c.num_heads * head, 'embed', 'heads', gain=residual
+      ),
+      'post_attention_layernorm': norm,
+  }
+  if c.qk_norm:
+    head_norm = ParamSpec((head,), ('head',), 'ones')
+    specs |= {'self_attn.q_norm': head_norm, 'self_attn.k_norm': head_norm}
+  for name in c.attention_bias:
+    proj = specs[f'self_attn.{name}_proj']
+    specs[f'self_attn.{name}_proj.bias'] = ParamSpec(
+        proj.shape[:1], proj.axes[:1], 'zeros'
+    )
+  if not c.is_moe(layer):
+    return specs | mlp('mlp', c.mlp_dim)
+  specs['mlp.gate'] = weight(c.num_experts, d, 'expert', 'embed')
+  if c.router.kind == 'sigmoid':
+    specs['mlp.gate.e_score_correction_bias'] = ParamSpec(
+        (c.num_experts,), ('expert',), 'zeros'
+    )
+  specs |= mlp('mlp.experts', c.moe_dim, c.num_experts)
+  if c.shared_expert_dim:
+    specs |= mlp('mlp.shared_experts', c.shared_expert_dim)
+  return specs
+
+
+def param_specs_by_path(
+    config: model_config.ModelConfig,
+) -> dict[str, ParamSpec]:
+  """Returns the ParamSpec of every parameter by its path."""
+  specs = param_specs(config)
+  by_path = {name: spec for name, spec in specs.items() if name != 'layers'}
+  for i, layer in enumerate(specs['layers']):
+    by_path |= {f'layers.{i}.{name}': spec for name, spec in layer.items()}
+  return by_path
+
+
 def param_paths(config: model_config.ModelConfig) -> list[str]:
   """Returns the path of every parameter."""
-  specs = param_specs(config)
-  paths = [name for name in specs if name != 'layers']
-  for i, layer in enumerate(specs['layers']):
-    paths += [f'layers.{i}.{name}' for name in layer]
-  return paths
+  return list(param_specs_by_path(config))
 
 
 def init_params(
@@ -73,11 +136,16 @@ def init_params(
   )
   keys = jax.random.split(key, len(specs))
   return treedef.unflatten(
-      jnp.ones(spec.shape)
-      if spec.init == 'ones'
-      else spec.init * jax.random.normal(key, spec.shape)
-      for key, spec in zip(keys, specs, strict=True)
+      _init_param(key, spec) for key, spec in zip(keys, specs, strict=True)
   )
+
+
+def _init_param(key, spec):
+  if spec.init == 'ones':
+    return jnp.ones(spec.shape)
+  if spec.init == 'zeros':
+    return jnp.zeros(spec.shape)
+  return spec.init * jax.random.normal(key, spec.shape)
 
 
 def stack(
@@ -139,7 +207,7 @@ def forward(
       computed here by default.
 
   Returns:
-    `[B, T, D]` bfloat16, normalized; `logits` makes logits of them.
+    `[B, T, D]` of `config.dtype`, normalized; `logits` makes logits of them.
   """
   positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
   hidden, _ = _run(
@@ -215,7 +283,8 @@ def decode_step(
 def logits(params: policy.ParamTree, hidden: jax.Array) -> jax.Array:
   """Returns float32 logits `[..., V]` of hidden states `[..., D]`."""
   table = params.get('lm_head', params['embed_tokens'])
-  return matmul.bfloat16_matmul(hidden.astype(jnp.float32), table)
+  x = hidden.astype(jnp.float32)
+  return matmul.unquantized_matmul(x, table, dtype=hidden.dtype)
 
 
 def _run(config, params, tokens, positions, quantizer, quantized, cache, live):
@@ -224,7 +293,7 @@ def _run(config, params, tokens, positions, quantizer, quantized, cache, live):
     quantized = policy.quantize_params(quantizer, params)
   all_precisions = policy.segment_precisions(quantizer.policy, params)
   rope = _rope(config, tokens, positions, cache)
-  x = layers.embed(tokens, params['embed_tokens'])
+  x = layers.embed(tokens, params['embed_tokens'], config.dtype)
   layer = jnp.int32(0)
   for i, (segment, precisions) in enumerate(
       zip(params['layers'], all_precisions, strict=True)
@@ -276,60 +345,20 @@ def _attention(config, weights, x, positions, rope, cache, layer, live):
 def _mlp(config, weights, x):
   gain = weights.params['post_attention_layernorm']
   h = layers.rms_norm(x, gain, config.norm_eps).reshape(-1, x.shape[-1])
-  if not config.num_experts:
+  if 'mlp.gate' not in weights.params:
     return layers.mlp(h, weights, 'mlp').reshape(x.shape)
-  y = layers.moe(h, weights, config.experts_per_token)
+  y = layers.moe(h, weights, config.experts_per_token, config.router)
   if config.shared_expert_dim:
-    y = layers.add(y, layers.mlp(h, weights, 'mlp.shared_experts'))
-  return exact.to_bfloat16(y).reshape(x.shape)
+    y = y + layers.mlp(h, weights, 'mlp.shared_experts').astype(jnp.float32)
+  y = exact.to_bfloat16(y) if x.dtype == jnp.bfloat16 else y
+  return y.reshape(x.shape)
 
 
 def _rope(config, tokens, positions, cache):
   length = tokens.shape[1] if cache is None else cache.k.shape[3]
-  cos, sin = layers.rope_table(length, config.head_dim, config.rope_theta)
+  frequencies = model_config.rope_frequencies(config)
+  cos, sin = layers.rope_table(length, frequencies)
   return jnp.asarray(cos)[positions], jnp.asarray(sin)[positions]
-
-
-def _layer_specs(c: model_config.ModelConfig) -> Mapping[str, ParamSpec]:
-  d, head = c.embed_dim, c.head_dim
-  residual = (2 * c.num_layers) ** -0.5  # keeps the residual stream near 1
-
-  def weight(n, k, n_axis, k_axis, experts=0, gain=1.0):
-    lead, axis = ((experts,), ('expert',)) if experts else ((), ())
-    return ParamSpec((*lead, n, k), (*axis, n_axis, k_axis), gain * k**-0.5)
-
-  def mlp(prefix, hidden, experts=0):
-    up = weight(hidden, d, 'mlp', 'embed', experts)
-    return {
-        f'{prefix}.gate_proj': up,
-        f'{prefix}.up_proj': up,
-        f'{prefix}.down_proj': weight(
-            d, hidden, 'embed', 'mlp', experts, residual
-        ),
-    }
-
-  norm = ParamSpec((d,), ('embed',), 'ones')
-  kv = weight(c.num_kv_heads * head, d, 'heads', 'embed')
-  specs = {
-      'input_layernorm': norm,
-      'self_attn.q_proj': weight(c.num_heads * head, d, 'heads', 'embed'),
-      'self_attn.k_proj': kv,
-      'self_attn.v_proj': kv,
-      'self_attn.o_proj': weight(
-          d, c.num_heads * head, 'embed', 'heads', gain=residual
-      ),
-      'post_attention_layernorm': norm,
-  }
-  if c.qk_norm:
-    head_norm = ParamSpec((head,), ('head',), 'ones')
-    specs |= {'self_attn.q_norm': head_norm, 'self_attn.k_norm': head_norm}
-  if not c.num_experts:
-    return specs | mlp('mlp', c.mlp_dim)
-  specs['mlp.gate'] = weight(c.num_experts, d, 'expert', 'embed')
-  specs |= mlp('mlp.experts', c.moe_dim, c.num_experts)
-  if c.shared_expert_dim:
-    specs |= mlp('mlp.shared_experts', c.shared_expert_dim)
-  return specs
 
 
 def _qtensors(segment):

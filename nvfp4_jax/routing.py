@@ -1,0 +1,114 @@
+"""Routers: which experts a token goes to, and with which weights."""
+
+import dataclasses
+from typing import Literal
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+from nvfp4_jax import exact
+
+_LARGEST_EXPONENT = 80.0  # e**80 is finite in float32.
+_SMALLEST_SUM = 1e-20
+
+
+@dataclasses.dataclass(frozen=True)
+class Router:
+  """How experts are chosen and weighted; static.
+
+  Attributes:
+    kind: 'softmax' (Qwen3-MoE) or 'sigmoid' (GLM-4.5, DeepSeek-V3): scores of
+      the experts. A sigmoid router has a correction bias, which counts for the
+      choice of experts, but not for their weights.
+    normalize: the weights of a token's experts add up to `scale`.
+    scale: factor of all weights.
+    groups: experts are divided into so many groups of neighbours; 1 for none.
+    topk_groups: only this many groups are chosen from: those whose two best
+      experts have the largest sum of scores.
+  """
+
+  kind: Literal['softmax', 'sigmoid'] = 'softmax'
+  normalize: bool = True
+  scale: float = 1.0
+  groups: int = 1
+  topk_groups: int = 1
+
+  def __post_init__(self):
+    if self.kind not in ('softmax', 'sigmoid'):
+      raise ValueError(f"Router {self.kind!r} is not 'softmax' or 'sigmoid'.")
+    if not 1 <= self.topk_groups <= self.groups:
+      raise ValueError(
+          f'topk_groups {self.topk_groups} is not between 1 and groups'
+          f' {self.groups}.'
+      )
+    if self.kind == 'softmax' and self.groups > 1:
+      raise ValueError(
+          f"groups {self.groups}: only a 'sigmoid' router has groups."
+      )
+
+
+SOFTMAX = Router()
+
+
+def route(
+    logits: jax.Array, bias: jax.Array | None, router: Router, k: int
+) -> tuple[jax.Array, jax.Array]:
+  """Returns the experts of each token, and their weights.
+
+  Gradients reach the logits through the weights only. A tie goes to the expert
+  of the lower index.
+
+  Args:
+    logits: `[M, E]` float32.
+    bias: `[E]` float32 correction bias of a 'sigmoid' router, else None.
+    router: how to choose.
+    k: experts per token.
+
+  Returns:
+    Experts `[M, k]` int32, best first, and weights `[M, k]` float32, not yet
+    rounded.
+  """
+  if router.kind == 'softmax':
+    experts = _best(logits, k)
+    chosen = _at(logits, experts)
+    over = chosen if router.normalize else logits
+    largest = lax.stop_gradient(jnp.max(over, axis=-1, keepdims=True))
+    weights = exact.exp(chosen - largest)
+    total = weights if router.normalize else exact.exp(over - largest)
+    weights = weights * exact.fence(1.0 / exact.tree_sum(total))[..., None]
+  else:
+    negative = exact.exp(jnp.minimum(-logits, _LARGEST_EXPONENT))
+    scores = exact.fence(1.0 / (1.0 + negative))
+    preference = scores if bias is None else scores + bias
+    experts = _best(_within_groups(preference, router), k)
+    weights = _at(scores, experts)
+    if router.normalize:
+      total = exact.tree_sum(weights) + _SMALLEST_SUM
+      weights = weights * exact.fence(1.0 / total)[..., None]
+  if router.scale != 1.0:
+    weights = exact.fence(weights) * router.scale
+  return experts, weights
+
+
+def _within_groups(preference, router):
+  """Returns the preference, -infinity outside of a token's best groups."""
+  if router.groups == 1:
+    return preference
+  tokens, experts = preference.shape
+  grouped = preference.reshape(tokens, router.groups, -1)
+  best_two, _ = lax.top_k(lax.stop_gradient(grouped), 2)
+  groups = _best(best_two[..., 0] + best_two[..., 1], router.topk_groups)
+  is_best = jnp.any(groups[..., None] == jnp.arange(router.groups), axis=1)
+  kept = jnp.where(is_best[..., None], grouped, -jnp.inf)
+  return kept.reshape(tokens, experts)
+
+
+def _best(values, k):
+  return lax.top_k(lax.stop_gradient(values), k)[1]
+
+
+def _at(values, experts):
+  """Returns `values` `[M, E]` at `experts` `[M, k]`, with a dense transpose."""
+  one_hot = jax.nn.one_hot(experts, values.shape[-1], dtype=jnp.float32)
+  return jnp.sum(one_hot * values[:, None, :], axis=-1)
