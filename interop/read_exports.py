@@ -6,23 +6,22 @@ DIR is a Hugging Face directory of quantized weights, with `tokens.npy` int32
 `[B, T]` besides. Its `quantization_config` says which layout it has:
 
 - compressed-tensors: nvfp4-pack-quantized, mxfp8-quantized, float-quantized or
-  naive-quantized in blocks;
+  naive-quantized in blocks of 128x128;
 - ModelOpt: NVFP4, W4A16_NVFP4, MXFP8, FP8_PB_WO;
 - `quant_method` fp8, as DeepSeek writes it.
 
 For each tool that can read the layout, OUT receives
 
-- `<tool>.npz`: module name -> dequantized weight, float32;
-- `<tool>.json`: package, version, layout, the dtype that the tool computed in,
-  and modules whose weight is not quantized though the configuration does not
-  list them as such;
+- `<tool>.npz`: module name -> dequantized weight, widened to float32;
+- `<tool>.json`: package, version, layout, and dtype of the tool's values;
 - `logits_<tool>.npz`: `tokens`, and `logits` float32 `[B, T, V]` of the model
   with those weights, by transformers in float32.
 
-`transformers_load` is transformers reading DIR itself, for its logits only. It
-does not know every layout and gets some wrong, so a failure is recorded as
-`error` in its JSON file and is no failure of this program. For any other tool
-it is one.
+`logits_transformers_load.npz` is of transformers reading DIR itself. It does
+not know all layouts and gets some wrong, so a failure there is only printed.
+Exits with an error if the directory contradicts itself: shards and index,
+config.json and hf_quant_config.json, scheme and format, modules that are
+quantized and left out.
 """
 
 import argparse
@@ -32,18 +31,19 @@ import fnmatch
 import importlib.metadata
 import json
 import pathlib
-import shutil
 import tempfile
 from typing import Any
 
-from compressed_tensors.compressors.nvfp4 import helpers as ct_nvfp4
-from compressed_tensors.entrypoints.convert import converters as ct_converters
-from compressed_tensors.quantization import lifecycle as ct_lifecycle
-from compressed_tensors.quantization import quant_config as ct_config
-from compressed_tensors.quantization.utils import helpers as ct_helpers
-from compressed_tensors.utils import match as ct_match
-from llm_dequant import model as llm_dequant
-from modelopt.torch.quantization import qtensor as modelopt
+from compressed_tensors import compressors
+from compressed_tensors import quantization
+from compressed_tensors.compressors import format as ct_format
+from compressed_tensors.compressors import nvfp4 as ct_nvfp4
+from compressed_tensors.entrypoints.convert import converters
+from compressed_tensors.quantization import lifecycle
+from compressed_tensors.utils import match
+from llm_dequant import model as llm_model
+from llm_dequant import nvfp4 as llm_nvfp4
+from modelopt.torch.quantization import qtensor
 import numpy as np
 from safetensors import torch as safetensors_torch
 import torch
@@ -93,12 +93,12 @@ def _only(values: set[str], what: str) -> str:
   return values.pop()
 
 
-def _layout(directory: pathlib.Path, quantization: dict[str, Any]) -> str:
-  """Returns the layout that config.json, and hf_quant_config.json, name."""
-  method = quantization['quant_method']
+def _layout(directory: pathlib.Path, config: dict[str, Any]) -> str:
+  """Returns the layout that a `quantization_config` names."""
+  method = config['quant_method']
   if method == 'compressed-tensors':
-    groups = quantization['config_groups'].values()
-    outer = quantization['format']
+    groups = config['config_groups'].values()
+    outer = config['format']
     inner = {group.get('format') or outer for group in groups}
     return f'{method} {_only(inner | {outer}, "format")}'
   if method == 'modelopt':
@@ -108,16 +108,16 @@ def _layout(directory: pathlib.Path, quantization: dict[str, Any]) -> str:
         ('quant_algo', 'quant_algo'),
         ('ignore', 'exclude_modules'),
     ]:
-      if quantization[key] != other[other_key]:
+      if config[key] != other[other_key]:
         raise ValueError(
-            f'config.json has {key} {quantization[key]}, {file.name} has'
+            f'config.json has {key} {config[key]}, {file.name} has'
             f' {other_key} {other[other_key]}.'
         )
     # ModelOpt itself writes this one in lower case, and the others in upper.
-    return f'{method} {quantization["quant_algo"].upper()}'
+    return f'{method} {config["quant_algo"].upper()}'
   if method == 'fp8':
-    if quantization['weight_block_size'] != [FP8_BLOCK, FP8_BLOCK]:
-      raise ValueError(f'Blocks of {quantization["weight_block_size"]}.')
+    if config['weight_block_size'] != [FP8_BLOCK, FP8_BLOCK]:
+      raise ValueError(f'Blocks of {config["weight_block_size"]}.')
     return method
   raise ValueError(f'Unknown quant_method {method}.')
 
@@ -179,19 +179,17 @@ def check_lists(export: Export) -> list[str]:
     routers can be there: not all tools look for them.
 
   Raises:
-    ValueError: a quantized module is left out; a server would read its codes
-      as weights.
+    ValueError: a quantized module is left out; a server would take its codes
+      for weights.
   """
-  quantization = export.config['quantization_config']
+  config = export.config['quantization_config']
   if export.layout == 'fp8':
-    left_out = quantization.get('modules_to_not_convert') or []
+    left_out = config.get('modules_to_not_convert') or []
     matches = lambda name, pattern: pattern in name
-  elif export.layout.startswith('modelopt'):
-    left_out = quantization['ignore']
-    matches = fnmatch.fnmatchcase
   else:
-    left_out = quantization['ignore']
-    matches = ct_match.match_name
+    left_out = config['ignore']
+    modelopt = export.layout.startswith('modelopt')
+    matches = fnmatch.fnmatchcase if modelopt else match.match_name
   listed = lambda name: any(matches(name, pattern) for pattern in left_out)
   wrong = [name for name in export.modules if listed(name)]
   if wrong:
@@ -204,173 +202,155 @@ def check_lists(export: Export) -> list[str]:
   return [name for name in matrices if not listed(name)]
 
 
-def _scheme_arguments(export: Export) -> Any:
-  """Returns compressed-tensors' description of the weights."""
-  config = ct_config.QuantizationConfig.model_validate(
+def _scheme(export: Export) -> quantization.QuantizationScheme:
+  """Returns how compressed-tensors understands the configuration."""
+  config = quantization.QuantizationConfig.model_validate(
       export.config['quantization_config']
   )
-  # One group is all that `_layout` admits formats for, and all that we write.
-  (group,) = config.config_groups.values()
-  return group.weights
+  (scheme,) = config.config_groups.values()  # All that we write.
+  inferred = ct_format.infer_module_format(torch.nn.Linear, scheme)
+  if inferred.value != config.format:
+    raise ValueError(f'A scheme of {inferred.value} in {config.format}.')
+  return scheme
 
 
-def _weights(export: Export, tensors: Tensors) -> Tensors:
-  """Returns the weights of the quantized modules out of a whole model's."""
-  return {name: tensors[f'{name}.weight'] for name in export.modules}
+def compressed_tensors(export: Export, module: Tensors) -> torch.Tensor:
+  """compressed-tensors' decompressor of the format."""
+  scheme = _scheme(export)
+  form = export.layout.partition(' ')[2]
+  compressor = compressors.BaseCompressor.get_value_from_registry(form)
+  return compressor.decompress(module, scheme)['weight']
 
 
-def _copies(export: Export) -> Tensors:
-  """Returns the tensors as they lie on disk; the converters change them."""
-  parts = {
-      f'{name}.{part}': x
-      for name, module in export.modules.items()
-      for part, x in module.items()
-  }
-  return parts | export.plain
-
-
-def compressed_tensors(export: Export) -> Tensors:
-  """compressed-tensors converting the checkpoint, led by its configuration.
-
-  NVFP4 and MXFP8 come out rounded to bfloat16: its decompressors compute so.
-  """
-  converter = ct_converters.CompressedTensorsDequantizer(
-      export.directory, dtype=torch.float32
-  )
-  return _weights(export, converter.validate(_copies(export)))
-
-
-def compressed_tensors_float32(export: Export) -> Tensors:
+def _ct_float32(
+    scheme: quantization.QuantizationScheme, module: Tensors
+) -> torch.Tensor:
   """compressed-tensors' unpacking and dequantize function, in float32."""
-  arguments = _scheme_arguments(export)
-  found = {}
-  for name, module in export.modules.items():
-    scale = module['weight_scale']
-    if 'weight_packed' in module:
-      rows, half = module['weight_packed'].shape
-      codes = ct_nvfp4.unpack_fp4_from_uint8(
-          module['weight_packed'], rows, 2 * half, dtype=torch.float32
-      )
-    else:
-      codes = module['weight'].float()
-    if scale.dtype == torch.uint8:
-      scale = torch.exp2(scale.float() - 127)
-    shape = codes.shape
-    if arguments.block_structure is not None:
-      codes = ct_helpers.maybe_pad_tensor_for_block_quant(
-          codes, tuple(arguments.block_structure)
-      )
-    found[name] = ct_lifecycle.dequantize(
-        x_q=codes,
-        scale=scale.float(),
-        args=arguments,
-        global_scale=module.get('weight_global_scale'),
-        dtype=torch.float32,
-    )[: shape[0], : shape[1]]
-  return found
-
-
-def compressed_tensors_fp8_block(export: Export) -> Tensors:
-  """compressed-tensors' converter of DeepSeek's layout."""
-  converter = ct_converters.FP8BlockDequantizer.from_pretrained(
-      export.directory, dtype=torch.float32
+  scale = module['weight_scale']
+  if 'weight_packed' in module:
+    rows, half = module['weight_packed'].shape
+    codes = ct_nvfp4.unpack_fp4_from_uint8(
+        module['weight_packed'], rows, 2 * half, dtype=torch.float32
+    )
+  else:
+    codes = module['weight'].float()
+  if scale.dtype == torch.uint8:
+    scale = torch.exp2(scale.float() - 127)
+  return lifecycle.dequantize(
+      x_q=codes,
+      scale=scale.float(),
+      args=scheme.weights,
+      global_scale=module.get('weight_global_scale'),
+      dtype=torch.float32,
   )
-  return _weights(export, converter.validate(_copies(export)))
 
 
-def compressed_tensors_from_modelopt(export: Export) -> Tensors:
+def compressed_tensors_float32(export: Export, module: Tensors) -> torch.Tensor:
+  """The same as `compressed_tensors` without a rounding to bfloat16."""
+  return _ct_float32(_scheme(export), module)
+
+
+def compressed_tensors_fp8_arrays(
+    export: Export, module: Tensors
+) -> torch.Tensor:
+  """The same for ModelOpt's FP8 layouts, which store the same arrays."""
+  preset = 'MXFP8' if export.layout.endswith('MXFP8') else 'FP8_BLOCK'
+  scale = module['weight_scale']
+  if scale.ndim == 4:  # [N / 128, 1, K / 128, 1]
+    scale = scale[:, 0, :, 0]
+  return _ct_float32(
+      quantization.preset_name_to_scheme(preset, ['Linear']),
+      module | {'weight_scale': scale},
+  )
+
+
+def compressed_tensors_modelopt_nvfp4(
+    export: Export, module: Tensors
+) -> torch.Tensor:
   """compressed-tensors' converter of ModelOpt NVFP4, then in float32.
 
   It inverts the global scale, so values can differ in the last place.
   """
-  names = list(export.modules)
-  converter = ct_converters.ModelOptNvfp4Converter(targets=names)
-  tensors = converter.validate(_copies(export))
-  modules: dict[str, Tensors] = {name: {} for name in names}
-  for name, x in tensors.items():
-    prefix, _, part = name.rpartition('.')
-    if prefix in modules:
-      modules[prefix][part] = x
-  config = converter.update_config(None).model_dump()
-  config['quant_method'] = 'compressed-tensors'
-  return compressed_tensors_float32(
-      dataclasses.replace(
-          export, modules=modules, config={'quantization_config': config}
-      )
+  del export
+  converter = converters.ModelOptNvfp4Converter(targets=['x'])
+  found = converter.validate({f'x.{part}': x for part, x in module.items()})
+  (scheme,) = converter.update_config(None).config_groups.values()
+  return _ct_float32(
+      scheme, {name.removeprefix('x.'): x for name, x in found.items()}
   )
 
 
-def llm_dequant_convert(export: Export) -> Tensors:
-  """llm-dequant: its check of every module, then its converter, in float32."""
-  result = llm_dequant.verify(
-      export.directory, sample=len(export.modules), log=lambda line: None
+def compressed_tensors_fp8(export: Export, module: Tensors) -> torch.Tensor:
+  """compressed-tensors' converter of DeepSeek's layout."""
+  del export
+  converter = converters.FP8BlockDequantizer(targets=['x'], dtype=torch.float32)
+  found = converter.validate({f'x.{part}': x for part, x in module.items()})
+  return found['x.weight']
+
+
+def llm_dequant_nvfp4(export: Export, module: Tensors) -> torch.Tensor:
+  """llm-dequant, an implementation apart from compressed-tensors."""
+  del export
+  return llm_nvfp4.dequantize_nvfp4(
+      module['weight_packed'],
+      module['weight_scale'],
+      module['weight_global_scale'],
+      dtype=torch.float32,
   )
-  if result['failures']:
-    raise ValueError(f'llm-dequant verify: {result["failures"]}')
-  with tempfile.TemporaryDirectory() as directory:
-    llm_dequant.convert(
-        export.directory, directory, dtype='fp32', log=lambda line: None
-    )
-    return _weights(export, _read_tensors(pathlib.Path(directory)))
 
 
-def modelopt_nvfp4(export: Export) -> Tensors:
+def modelopt_nvfp4(export: Export, module: Tensors) -> torch.Tensor:
   """ModelOpt's NVFP4 tensor."""
-  found = {}
-  for name, module in export.modules.items():
-    packed = module['weight']
-    shape = torch.Size((*packed.shape[:-1], 2 * packed.shape[-1]))
-    tensor = modelopt.NVFP4QTensor(shape, torch.float32, packed)
-    found[name] = tensor.dequantize(
-        scale=module['weight_scale'],
-        double_scale=module['weight_scale_2'],
-        block_sizes={-1: NVFP4_BLOCK},
-    )
-  return found
+  del export
+  packed = module['weight']
+  shape = torch.Size((*packed.shape[:-1], 2 * packed.shape[-1]))
+  return qtensor.NVFP4QTensor(shape, torch.float32, packed).dequantize(
+      scale=module['weight_scale'],
+      double_scale=module['weight_scale_2'],
+      block_sizes={-1: NVFP4_BLOCK},
+  )
 
 
-def modelopt_mxfp8(export: Export) -> Tensors:
+def modelopt_mxfp8(export: Export, module: Tensors) -> torch.Tensor:
   """ModelOpt's MXFP8 tensor; compressed-tensors stores the same arrays."""
-  found = {}
-  for name, module in export.modules.items():
-    codes = module['weight']
-    tensor = modelopt.MXFP8QTensor(codes.shape, torch.float32, codes)
-    found[name] = tensor.dequantize(scale=module['weight_scale'])
-  return found
+  del export
+  codes = module['weight']
+  return qtensor.MXFP8QTensor(codes.shape, torch.float32, codes).dequantize(
+      scale=module['weight_scale']
+  )
 
 
-def modelopt_fp8_block(export: Export) -> Tensors:
-  """ModelOpt's FP8 tensor in blocks, for all layouts of blocks."""
-  found = {}
-  for name, module in export.modules.items():
-    codes = module['weight'].float()  # It cannot pad an FP8 tensor.
-    tensor = modelopt.FP8QTensor(codes.shape, torch.float32, codes)
-    scale = module.get('weight_scale', module.get('weight_scale_inv'))
-    blocks = [-(-size // FP8_BLOCK) for size in codes.shape]
-    found[name] = tensor.dequantize(
-        scale=scale.float().reshape(blocks),
-        block_sizes={-1: FP8_BLOCK, -2: FP8_BLOCK},
-    )
-  return found
+def modelopt_fp8_block(export: Export, module: Tensors) -> torch.Tensor:
+  """ModelOpt's FP8 tensor in blocks, for every layout of blocks."""
+  codes = module['weight'].float()  # It cannot pad an FP8 tensor.
+  blocks = [-(-size // FP8_BLOCK) for size in codes.shape]
+  name = 'weight_scale_inv' if export.layout == 'fp8' else 'weight_scale'
+  if export.layout.startswith('modelopt'):
+    grid = [blocks[0], 1, blocks[1], 1]
+  else:
+    grid = blocks
+  if list(module[name].shape) != grid:
+    raise ValueError(f'Scales {list(module[name].shape)}, not {grid}.')
+  return qtensor.FP8QTensor(codes.shape, torch.float32, codes).dequantize(
+      scale=module[name].float().reshape(blocks),
+      block_sizes={-1: FP8_BLOCK, -2: FP8_BLOCK},
+  )
 
 
-def transformers_fp8(export: Export) -> Tensors:
-  """transformers' dequantizer of DeepSeek's layout.
+def transformers_fp8(export: Export, module: Tensors) -> torch.Tensor:
+  """The dequantizer of DeepSeek's layout in transformers.
 
-  It infers the block as rows / scale rows. Where the last block is partial
-  that is another block, so this raises instead of returning wrong values.
+  It takes rows / scale rows for the block, which is another one where the last
+  is partial. Raises there instead of returning wrong values.
   """
-  dequantizer = finegrained_fp8.Fp8Dequantize(None)
-  found = {}
-  for name, module in export.modules.items():
-    codes, scale = module['weight'], module['weight_scale_inv']
-    for size in codes.shape:
-      if size > FP8_BLOCK and size % FP8_BLOCK:
-        raise ValueError(f'{name}: transformers misreads size {size}.')
-    found[name] = dequantizer._dequantize_one(
-        codes, scale, output_dtype=torch.float32
-    )
-  return found
+  del export
+  codes = module['weight']
+  for size in codes.shape:
+    if size > FP8_BLOCK and size % FP8_BLOCK:
+      raise NotImplementedError(f'transformers misreads a size of {size}.')
+  return finegrained_fp8.Fp8Dequantize(None)._dequantize_one(
+      codes, module['weight_scale_inv'], output_dtype=torch.float32
+  )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -379,58 +359,45 @@ class Tool:
 
   Attributes:
     package: distribution whose code it is.
-    dtype: dtype that it computes or rounds in.
-    dequantize: returns the weight of each quantized module.
+    dequantize: returns a module's weight, in the dtype that the tool gives.
   """
 
   package: str
-  dtype: str
-  dequantize: Callable[[Export], Tensors]
+  dequantize: Callable[[Export, Tensors], torch.Tensor]
 
 
 _CT = 'compressed-tensors'
-_CT_FLOAT32 = Tool(_CT, 'float32', compressed_tensors_float32)
 _MODELOPT = 'nvidia-modelopt'
-_BLOCK = {
-    # The decompressor takes the dtype of the scales.
-    'compressed_tensors': Tool(_CT, "the scale's", compressed_tensors),
-    'compressed_tensors_float32': _CT_FLOAT32,
-    'modelopt': Tool(_MODELOPT, 'float32', modelopt_fp8_block),
+_CT_TOOLS = {
+    'compressed_tensors_float32': Tool(_CT, compressed_tensors_float32),
+    'compressed_tensors': Tool(_CT, compressed_tensors),
+}
+_CT_BLOCK = _CT_TOOLS | {'modelopt': Tool(_MODELOPT, modelopt_fp8_block)}
+_CT_ARRAYS = {
+    'compressed_tensors_float32': Tool(_CT, compressed_tensors_fp8_arrays)
 }
 _MODELOPT_NVFP4 = {
-    'modelopt': Tool(_MODELOPT, 'float32', modelopt_nvfp4),
-    'compressed_tensors_float32': Tool(
-        _CT, 'float32', compressed_tensors_from_modelopt
-    ),
+    'modelopt': Tool(_MODELOPT, modelopt_nvfp4),
+    'compressed_tensors_float32': Tool(_CT, compressed_tensors_modelopt_nvfp4),
 }
 
 TOOLS: dict[str, dict[str, Tool]] = {
-    'compressed-tensors nvfp4-pack-quantized': {
-        'compressed_tensors': Tool(_CT, 'bfloat16', compressed_tensors),
-        'compressed_tensors_float32': _CT_FLOAT32,
-        'llm_dequant': Tool('llm-dequant', 'float32', llm_dequant_convert),
-    },
-    'compressed-tensors mxfp8-quantized': {
-        'compressed_tensors': Tool(_CT, 'bfloat16', compressed_tensors),
-        'compressed_tensors_float32': _CT_FLOAT32,
-        'modelopt': Tool(_MODELOPT, 'float32', modelopt_mxfp8),
-    },
-    'compressed-tensors float-quantized': _BLOCK,
-    'compressed-tensors naive-quantized': _BLOCK,
+    'compressed-tensors nvfp4-pack-quantized': _CT_TOOLS
+    | {'llm_dequant': Tool('llm-dequant', llm_dequant_nvfp4)},
+    'compressed-tensors mxfp8-quantized': _CT_TOOLS
+    | {'modelopt': Tool(_MODELOPT, modelopt_mxfp8)},
+    'compressed-tensors float-quantized': _CT_BLOCK,
+    'compressed-tensors naive-quantized': _CT_BLOCK,
     'modelopt NVFP4': _MODELOPT_NVFP4,
     'modelopt W4A16_NVFP4': _MODELOPT_NVFP4,
-    'modelopt MXFP8': {
-        'modelopt': Tool(_MODELOPT, 'float32', modelopt_mxfp8)
-    },
-    'modelopt FP8_PB_WO': {
-        'modelopt': Tool(_MODELOPT, 'float32', modelopt_fp8_block)
-    },
+    'modelopt MXFP8': {'modelopt': Tool(_MODELOPT, modelopt_mxfp8)}
+    | _CT_ARRAYS,
+    'modelopt FP8_PB_WO': {'modelopt': Tool(_MODELOPT, modelopt_fp8_block)}
+    | _CT_ARRAYS,
     'fp8': {
-        'transformers': Tool('transformers', 'float32', transformers_fp8),
-        'compressed_tensors': Tool(
-            _CT, 'float32', compressed_tensors_fp8_block
-        ),
-        'modelopt': Tool(_MODELOPT, 'float32', modelopt_fp8_block),
+        'compressed_tensors': Tool(_CT, compressed_tensors_fp8),
+        'modelopt': Tool(_MODELOPT, modelopt_fp8_block),
+        'transformers': Tool('transformers', transformers_fp8),
     },
 }
 
@@ -456,18 +423,49 @@ def logits(export: Export, weights: Tensors, tokens: np.ndarray) -> np.ndarray:
     return torch_models.logits(torch_models.load(directory), tokens)
 
 
-def loaded_logits(directory: pathlib.Path, tokens: np.ndarray) -> np.ndarray:
+def loaded_logits(export: Export, tokens: np.ndarray) -> np.ndarray:
   """Returns the logits of the directory as transformers itself reads it."""
+  if export.layout == 'fp8':
+    config = transformers.FineGrainedFP8Config(dequantize=True)
+  elif export.layout.startswith('modelopt'):
+    raise NotImplementedError('transformers has no reader of ModelOpt.')
+  else:
+    config = transformers.CompressedTensorsConfig(dequantize=True)
   model = transformers.AutoModelForCausalLM.from_pretrained(
-      directory, dtype=torch.float32, attn_implementation='eager'
+      export.directory,
+      dtype=torch.float32,
+      attn_implementation='eager',
+      quantization_config=config,
   )
-  if not hasattr(model, 'hf_quantizer'):
-    raise ValueError('transformers ignored the quantization.')
   return torch_models.logits(model.eval(), tokens)
 
 
-def _write_json(file: pathlib.Path, content: dict[str, Any]) -> None:
-  file.write_text(json.dumps(content, indent=2) + '\n')
+def run_tool(
+    name: str,
+    tool: Tool,
+    export: Export,
+    tokens: np.ndarray,
+    out: pathlib.Path,
+) -> tuple[dict[str, np.ndarray], np.ndarray]:
+  """Writes a tool's weights and logits, and returns them."""
+  found = {
+      module: tool.dequantize(export, dict(tensors))
+      for module, tensors in export.modules.items()
+  }
+  arrays = {module: x.float().numpy() for module, x in found.items()}
+  values = logits(export, found, tokens)
+  np.savez(out / f'{name}.npz', **arrays)
+  np.savez(out / f'logits_{name}.npz', tokens=tokens, logits=values)
+  report = {
+      'package': tool.package,
+      'version': importlib.metadata.version(tool.package),
+      'layout': export.layout,
+      'dtypes': sorted({str(x.dtype) for x in found.values()}),
+      'modules': len(found),
+      'logits_by': f'transformers {transformers.__version__}',
+  }
+  (out / f'{name}.json').write_text(json.dumps(report, indent=2) + '\n')
+  return arrays, values
 
 
 def main() -> None:
@@ -476,64 +474,53 @@ def main() -> None:
   parser.add_argument('directory', type=pathlib.Path)
   parser.add_argument('out', type=pathlib.Path)
   arguments = parser.parse_args()
+  out = arguments.out
   transformers.logging.disable_progress_bar()
   torch.use_deterministic_algorithms(True)
 
   export = read(arguments.directory)
   tokens = np.load(arguments.directory / 'tokens.npy')
-  unlisted = check_lists(export)
-  shutil.rmtree(arguments.out, ignore_errors=True)
-  arguments.out.mkdir(parents=True)
   print(f'{export.layout}: {len(export.modules)} quantized modules')
+  unlisted = check_lists(export)
   if unlisted:
-    print(f'  not quantized and not listed: {unlisted}')
+    print(f'  neither quantized nor left out: {unlisted}')
+  tools = TOOLS[export.layout]
+  out.mkdir(parents=True, exist_ok=True)
+  if any(out.iterdir()):
+    raise ValueError(f'{out} is not empty; it may hold results of others.')
+  if 'llm_dequant' in tools:
+    # Packs each module again and compares bytes.
+    result = llm_model.verify(
+        export.directory, sample=len(export.modules), log=lambda line: None
+    )
+    if result['failures']:
+      raise ValueError(f'llm-dequant verify: {result["failures"]}')
 
-  first = None
-  for name, tool in TOOLS[export.layout].items():
-    found = tool.dequantize(export)
-    arrays = {module: x.float().numpy() for module, x in found.items()}
-    want = logits(export, found, tokens)
-    np.savez(arguments.out / f'{name}.npz', **arrays)
-    np.savez(
-        arguments.out / f'logits_{name}.npz', tokens=tokens, logits=want
-    )
-    _write_json(
-        arguments.out / f'{name}.json',
-        {
-            'package': tool.package,
-            'version': importlib.metadata.version(tool.package),
-            'transformers': transformers.__version__,
-            'layout': export.layout,
-            'dtype': tool.dtype,
-            'modules': len(arrays),
-            'not_quantized_and_not_listed': unlisted,
-        },
-    )
-    first = first or (arrays, want)
-    differ = sum(int((first[0][m] != x).sum()) for m, x in arrays.items())
-    total = sum(x.size for x in arrays.values())
+  results = {}
+  for name, tool in tools.items():
+    try:
+      results[name] = run_tool(name, tool, export, tokens, out)
+    except NotImplementedError as error:
+      print(f'  {name}: {error}')
+      continue
+    arrays, values = results[name]
+    first_arrays, first_values = next(iter(results.values()))
+    differ = sum(int((first_arrays[m] != x).sum()) for m, x in arrays.items())
     print(
-        f'  {name}: {differ} of {total} values and logits by'
-        f' {np.abs(want - first[1]).max():.1e} unlike the first'
+        f'  {name}: {differ} of {sum(x.size for x in arrays.values())} values'
+        f' and logits by {np.abs(values - first_values).max():.1e} unlike the'
+        ' first'
     )
-
-  report = {'package': 'transformers', 'version': transformers.__version__}
   try:
-    found = loaded_logits(arguments.directory, tokens)
+    loaded = loaded_logits(export, tokens)
   except Exception as error:  # What it cannot read is a finding.
-    report['error'] = f'{type(error).__name__}: {error}'
-    print(f'  transformers_load: {report["error"].splitlines()[0]}')
+    print(f'  transformers_load: {type(error).__name__}: {error}')
   else:
-    np.savez(
-        arguments.out / 'logits_transformers_load.npz',
-        tokens=tokens,
-        logits=found,
-    )
+    np.savez(out / 'logits_transformers_load.npz', tokens=tokens, logits=loaded)
     print(
         '  transformers_load: logits by'
-        f' {np.abs(found - first[1]).max():.1e} unlike the first'
+        f' {np.abs(loaded - first_values).max():.1e} unlike the first'
     )
-  _write_json(arguments.out / 'transformers_load.json', report)
 
 
 if __name__ == '__main__':

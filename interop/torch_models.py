@@ -385,7 +385,8 @@ def write(name: str, case: Case, out: pathlib.Path) -> None:
       f'  logits: largest {np.abs(reference).max():.2f},'
       f' deviation {reference.std():.2f}'
   )
-  print('  least effect: %.3f without %s' % least_effect(model, tokens))
+  effect, forgotten = least_effect(model, tokens)
+  print(f'  least effect: {effect:.3f} without {forgotten}')
   if _routers(model):
     margin = router_margin(model, tokens)
     print(f'  router margin: {margin:.1e}')

@@ -153,13 +153,22 @@ def open_atomically(path: pathlib.Path) -> Generator[BinaryIO, None, None]:
   except BaseException:
     partial.unlink(missing_ok=True)
     raise
-  _sync_folder(path.parent)
+  sync_folder(path.parent)
 
 
 def write_atomically(path: pathlib.Path, data: bytes | str) -> None:
   """Writes a file, text as UTF-8, as `open_atomically` does."""
   with open_atomically(path) as file:
     file.write(data.encode() if isinstance(data, str) else data)
+
+
+def sync_folder(folder):
+  """Makes a rename in the folder outlive a power failure."""
+  descriptor = os.open(folder, os.O_RDONLY)
+  try:
+    os.fsync(descriptor)
+  finally:
+    os.close(descriptor)
 
 
 def sha256(path: pathlib.Path) -> str:
@@ -258,15 +267,6 @@ def _names(folder):
       and path.name != MANIFEST
       and not (path.name.startswith('.') and path.name.endswith(_PARTIAL))
   )
-
-
-def _sync_folder(folder):
-  """Makes a rename in the folder outlive a power failure."""
-  descriptor = os.open(folder, os.O_RDONLY)
-  try:
-    os.fsync(descriptor)
-  finally:
-    os.close(descriptor)
 
 
 def _unique(pairs):

@@ -212,7 +212,8 @@ def quantize_params(
 
   Args:
     quantizer: the quantizer.
-    params: float32 or bfloat16 master parameters.
+    params: float32 or bfloat16 master parameters. A QTensor, as a quantized
+      checkpoint has, is kept if its format is the policy's.
     dtype: of what is not quantized, bfloat16 or float32: the model's.
 
   Returns:
@@ -265,16 +266,22 @@ def quantize_layers(
   Raises:
     NonFiniteError, TypeError, ValueError: as `quantize_params`.
   """
+  kept, arrays = {}, {}
   for name, leaf in weights.items():
+    if isinstance(leaf, qtensor.QTensor):
+      _check_qtensor(name, leaf, precisions, prefix)
+      kept[name] = leaf
+      continue
+    arrays[name] = leaf
     if precisions[name] is not None:
       _check_weight(name, leaf, weights, precisions, prefix)
-  chosen = tuple((name, precisions[name]) for name in sorted(weights))
-  result, finite = _quantize_layers(weights, chosen, jnp.dtype(dtype))
+  chosen = tuple((name, precisions[name]) for name in sorted(arrays))
+  result, finite = _quantize_layers(arrays, chosen, jnp.dtype(dtype))
   if not any(isinstance(flag, jax.core.Tracer) for flag in finite.values()):
     bad = [prefix + name for name, flag in finite.items() if not flag]
     if bad:
       raise NonFiniteError(f'NaN or infinity in {", ".join(bad)}.')
-  return result
+  return {name: kept.get(name, result.get(name)) for name in weights}
 
 
 def dequantize_params(params: ParamTree) -> ParamTree:
@@ -298,18 +305,34 @@ def fused_names(name: str) -> tuple[str, ...]:
   return (name,)
 
 
+def _check_qtensor(name, leaf, precisions, prefix):
+  precision = precisions[name]
+  wanted = 'bfloat16' if precision is None else precision.rhs.format
+  if leaf.format.name != wanted:
+    raise ValueError(
+        f'{prefix}{name} is {leaf.format.name}, but {wanted} under the'
+        ' precision policy. `dequantize_params` makes masters of it.'
+    )
+
+
 def _check_weight(name, leaf, weights, precisions, prefix):
   spec = precisions[name].rhs
   try:
     quantization.check_operand(leaf, spec)
   except (TypeError, ValueError) as error:
     raise type(error)(f'{prefix}{name}: {error}') from error
-  missing = [n for n in fused_names(name) if n not in weights]
-  if missing and spec.outer == 'tensor':
-    raise ValueError(
-        f'{prefix}{name} shares its global scale with {", ".join(missing)},'
-        ' which is missing.'
-    )
+  fused = fused_names(name) if spec.outer == 'tensor' else ()
+  for other in fused:
+    if other not in weights:
+      raise ValueError(
+          f'{prefix}{name} shares its global scale with {other}, which is'
+          ' missing.'
+      )
+    if isinstance(weights[other], qtensor.QTensor):
+      raise ValueError(
+          f'{prefix}{name} shares its global scale with {other}, which is'
+          ' quantized already.'
+      )
 
 
 @functools.partial(jax.jit, static_argnames=('precisions', 'dtype'))

@@ -166,10 +166,16 @@ def _times_scale(q, scale):
   if _is_byte(q):
     codes = lax.bitcast_convert_type(q.data, q.format.elem_dtype)
     values = formats.decode_e4m3(codes)
-  else:
-    values = formats.decode_e2m1(formats.unpack_nibbles(q.data))
-  blocks = split_blocks(values, q.format.block) * scale[..., None]
-  return merge_blocks(blocks, values.shape[-1])
+    blocks = split_blocks(values, q.format.block) * scale[..., None]
+    return merge_blocks(blocks, values.shape[-1])
+  # Low and high halves of bytes apart: in a scan over layers, XLA on CPU takes
+  # ten times as long for codes that are unpacked first.
+  packed = split_blocks(q.data, q.format.block // 2)
+  halves = [
+      formats.decode_e2m1(codes) * scale[..., None]
+      for codes in (packed & 0xF, packed >> 4)
+  ]
+  return jnp.stack(halves, axis=-1).reshape(*q.data.shape[:-1], num_columns(q))
 
 
 def _is_byte(q):

@@ -16,6 +16,15 @@ from nvfp4_jax import quantization
 # Routed experts; in a model without experts, the three linears of the MLP.
 _EXPERTS = r'layers\.\d+\.mlp\.experts\.(gate|up|down)_proj'
 _MLP = r'layers\.\d+\.mlp\.(gate|up|down)_proj'
+# Every linear but the router and the output head.
+_LINEARS = (
+    r'layers\.\d+\.(self_attn\.((q|k|v|o|q_a|q_b|kv_b)_proj|kv_a_proj_with_mqa)'
+    r'|mlp\.(experts\.|shared_experts\.)?(gate|up|down)_proj)'
+)
+
+_MXFP8 = quantization.QuantSpec('mxfp8')
+_FP8 = quantization.QuantSpec('fp8_block')
+_FP8_WEIGHT = quantization.QuantSpec('fp8_block', block_2d=True)
 
 _MILES = "The Miles team's post of 2026-07-29, and run_qwen3_30b_a3b.py."
 _BITTER = 'humans&, "The 4-bitter Lesson" (2026)'
@@ -75,6 +84,22 @@ def _nvfp4(
   )
 
 
+def _fp8(
+    spec: quantization.QuantSpec,
+    backward: matmul.Backward,
+    *,
+    rhs: quantization.QuantSpec | None = None,
+) -> policy.PrecisionPolicy:
+  precision = matmul.MatmulPrecision(
+      lhs=spec,
+      rhs=rhs or spec,
+      grad=spec if backward == 'quantized' else None,
+      backward=backward,
+  )
+  rules = (policy.Rule(_LINEARS, precision),)
+  return policy.PrecisionPolicy(rules=rules, keep_last=0.0)
+
+
 def _one_policy(name, precision_policy, source, inferred=''):
   return Recipe(name, precision_policy, precision_policy, source, inferred)
 
@@ -85,6 +110,21 @@ RECIPES: Mapping[str, Recipe] = types.MappingProxyType(
         for recipe in (
             _one_policy(
                 'bf16', policy.BF16, 'The baseline of every comparison.'
+            ),
+            _one_policy('mxfp8', _fp8(_MXFP8, 'quantized'), _MILES),
+            _one_policy(
+                'mxfp8_high_precision', _fp8(_MXFP8, 'high_precision'), _MILES
+            ),
+            _one_policy(
+                'mxfp8_dequantized', _fp8(_MXFP8, 'dequantized'), _MILES
+            ),
+            _one_policy(
+                'fp8_block',
+                _fp8(_FP8, 'quantized', rhs=_FP8_WEIGHT),
+                'Jet-RL (arXiv 2601.14243): one FP8 flow for both sides.',
+                'Blocks of 1 x 128 for activations and gradients, 128 x 128 for'
+                ' weights, float32 scales, as DeepSeek-V3; all linears but the'
+                ' router and the output head.',
             ),
             _one_policy(
                 'nvfp4_high_precision', _nvfp4('high_precision'), _MILES

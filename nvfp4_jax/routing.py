@@ -1,6 +1,7 @@
 """Routers: which experts a token goes to, and with which weights."""
 
 import dataclasses
+import math
 from typing import Literal
 
 import jax
@@ -37,6 +38,8 @@ class Router:
   def __post_init__(self):
     if self.kind not in ('softmax', 'sigmoid'):
       raise ValueError(f"Router {self.kind!r} is not 'softmax' or 'sigmoid'.")
+    if not 0 < self.scale < math.inf:
+      raise ValueError(f'Router scale {self.scale} is not above 0.')
     if not 1 <= self.topk_groups <= self.groups:
       raise ValueError(
           f'topk_groups {self.topk_groups} is not between 1 and groups'
@@ -78,17 +81,45 @@ def route(
     total = weights if router.normalize else exact.exp(over - largest)
     weights = weights * exact.fence(1.0 / exact.tree_sum(total))[..., None]
   else:
-    negative = exact.exp(jnp.minimum(-logits, _LARGEST_EXPONENT))
-    scores = exact.fence(1.0 / (1.0 + negative))
+    scores = _sigmoid(logits)
     preference = scores if bias is None else scores + bias
     experts = _best(_within_groups(preference, router), k)
     weights = _at(scores, experts)
     if router.normalize:
-      total = exact.tree_sum(weights) + _SMALLEST_SUM
-      weights = weights * exact.fence(1.0 / total)[..., None]
+      weights = _normalize(weights)
   if router.scale != 1.0:
     weights = exact.fence(weights) * router.scale
   return experts, weights
+
+
+@jax.custom_jvp
+def _sigmoid(x):
+  negative = exact.exp(jnp.minimum(-x, _LARGEST_EXPONENT))
+  return exact.fence(1.0 / (1.0 + negative))
+
+
+@_sigmoid.defjvp
+def _sigmoid_jvp(primals, tangents):
+  y = _sigmoid(*primals)
+  return y, y * (1.0 - y) * tangents[0]
+
+
+@jax.custom_jvp
+def _normalize(x):
+  return x * _inverse_of_sum(x)
+
+
+@_normalize.defjvp
+def _normalize_jvp(primals, tangents):
+  # That of a quotient has the square of a sum that may be as small as 1e-20.
+  (x,), (t,) = primals, tangents
+  y = _normalize(x)
+  return y, (t - y * jnp.sum(t, axis=-1, keepdims=True)) * _inverse_of_sum(x)
+
+
+def _inverse_of_sum(x):
+  total = exact.tree_sum(x) + _SMALLEST_SUM
+  return exact.fence(1.0 / total)[..., None]
 
 
 def _within_groups(preference, router):
@@ -105,7 +136,9 @@ def _within_groups(preference, router):
 
 
 def _best(values, k):
-  return lax.top_k(lax.stop_gradient(values), k)[1]
+  values = lax.stop_gradient(values)
+  values = jnp.where(values == 0.0, 0.0, values)  # top_k ranks -0 below 0.
+  return lax.top_k(values, k)[1]
 
 
 def _at(values, experts):

@@ -32,6 +32,10 @@ class RopeScaling:
   original_length: int
 
   def __post_init__(self):
+    for name in ('factor', 'original_length'):
+      value = getattr(self, name)
+      if not 0 < value < math.inf:
+        raise ValueError(f'{name} {value} of RopeScaling is not above 0.')
     if not 0 < self.low_freq_factor < self.high_freq_factor:
       raise ValueError(
           f'low_freq_factor {self.low_freq_factor} is not between 0 and'
@@ -119,13 +123,27 @@ class ModelConfig:
         )
       if not self.moe_dim:
         raise ValueError('num_experts needs moe_dim.')
-      if self.num_experts % self.router.groups:
-        raise ValueError(
-            f'{self.num_experts} experts do not fill {self.router.groups}'
-            ' groups.'
-        )
+      self._check_groups()
     if not self.mlp_dim and (self.first_dense_layers or not self.num_experts):
       raise ValueError('A layer without experts needs mlp_dim.')
+
+  def _check_groups(self):
+    groups, topk_groups = self.router.groups, self.router.topk_groups
+    size, rest = divmod(self.num_experts, groups)
+    if rest:
+      raise ValueError(
+          f'{self.num_experts} experts do not fill {groups} groups.'
+      )
+    if groups > 1 and size < 2:
+      raise ValueError(
+          f'{self.num_experts} experts in {groups} groups: the two best of a'
+          ' group are what ranks it.'
+      )
+    if self.experts_per_token > topk_groups * size:
+      raise ValueError(
+          f'experts_per_token {self.experts_per_token} is more than'
+          f' topk_groups {topk_groups} have, {size} each.'
+      )
 
   def is_moe(self, layer: int) -> bool:
     """Whether a layer has experts."""

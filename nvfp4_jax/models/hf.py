@@ -25,6 +25,7 @@ from nvfp4_jax import safetensors
 from nvfp4_jax.models import config as model_config
 from nvfp4_jax.models import hf_config
 from nvfp4_jax.models import layouts
+from nvfp4_jax.models import quantization_config
 from nvfp4_jax.models import transformer
 
 _PLAIN = tuple(
@@ -33,7 +34,7 @@ _PLAIN = tuple(
 _EXPERTS = 'mlp.experts.'
 # What old checkpoints hold though it follows from the configuration.
 _DERIVED = re.compile(r'model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq')
-_LAYER = re.compile(r'model\.layers\.(\d+)\.')
+_LAYER = re.compile(r'model\.layers\.(0|[1-9][0-9]{0,9})\.')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +83,7 @@ def open_folder(
       config=config,
       raw_config=raw,
       tensors=safetensors.read_index(folder),
-      quantization=layouts.read_quantization(folder, raw),
+      quantization=quantization_config.read(folder, raw),
   )
   _check(checkpoint)
   return checkpoint
@@ -200,13 +201,11 @@ def _read(checkpoint, module):
   fused = _fused_source(checkpoint.tensors, module)
   if fused is not None:
     name, expert, part = fused
-    both = safetensors.read_tensor(_at(checkpoint.tensors[name], expert))
+    both = _read_plain(_at(checkpoint.tensors[name], expert))
     return both if part is None else np.split(both, 2)[part]
   quantization = checkpoint.quantization
   if not _is_quantized(checkpoint, module):
-    tensor = safetensors.read_tensor(checkpoint.tensors[tensor_name(module)])
-    half = tensor.dtype == np.float16  # exact in float32, not in bfloat16
-    return tensor.astype(np.float32) if half else tensor
+    return _read_plain(checkpoint.tensors[tensor_name(module)])
   assert quantization is not None
   prefix = f'{module}.'
   parts = {
@@ -214,6 +213,14 @@ def _read(checkpoint, module):
       for name, info in _of_module(checkpoint, module).items()
   }
   return layouts.decode(parts, quantization.layout, quantization.format, module)
+
+
+def _read_plain(info):
+  tensor = safetensors.read_tensor(info)
+  if tensor.dtype != np.float16:
+    return tensor
+  with np.errstate(invalid='ignore'):  # which some NaNs raise
+    return tensor.astype(np.float32)  # exact, as bfloat16 would not be
 
 
 def _of_module(checkpoint, module):
@@ -258,6 +265,11 @@ def _at(info, index):
 def _check(checkpoint):
   """Raises unless the tensors are just those that the configuration needs."""
   config, tensors = checkpoint.config, checkpoint.tensors
+  if config.num_layers > len(tensors):  # Far too many to list what they need.
+    raise files.CheckpointError(
+        f'{checkpoint.folder}: num_hidden_layers is {config.num_layers}, but'
+        f' there are only {len(tensors)} tensors.'
+    )
   unused = set(tensors)
   for path, spec in transformer.param_specs_by_path(config).items():
     for module in module_names(config, path):
@@ -329,7 +341,9 @@ def _is_ignored(checkpoint, name):
   layer = _LAYER.match(name)
   if layer and int(layer[1]) >= checkpoint.config.num_layers:
     # Layers that predict further tokens follow the decoder's own.
-    extra = checkpoint.raw_config.get('num_nextn_predict_layers') or 0
+    extra = hf_config.count_extra_layers(
+        checkpoint.raw_config, where=str(checkpoint.folder / 'config.json')
+    )
     return int(layer[1]) < checkpoint.config.num_layers + extra
   if name == 'lm_head.weight' and checkpoint.config.tie_embeddings:
     head, table = (

@@ -21,6 +21,8 @@ _ARCHITECTURES = {
     'glm4_moe': 'Glm4MoeForCausalLM',
 }
 _MISSING = object()
+_TOO_LARGE = 2**40
+_ROPE_AT_TOP = ('rope_theta', 'partial_rotary_factor')
 
 
 class _Reader:
@@ -29,28 +31,43 @@ class _Reader:
   def __init__(self, raw: Mapping[str, Any], where: str):
     self.raw, self.where = raw, where
 
-  def get(self, kind: type, *names: str, default: Any = _MISSING) -> Any:
-    """Returns the value of the first name that is there and not null."""
-    for name in names:
-      value = self.raw.get(name)
-      if value is None:
-        continue
-      if kind is float and type(value) is int:
-        value = float(value)
-      if type(value) is not kind:
-        self.fail(f'{name} is {value!r:.80}, not {kind.__name__}')
-      if kind in (int, float) and not 0 <= value < 2**40:
-        self.fail(f'{name} is {value!r:.80}')
-      return value
-    if default is _MISSING:
-      self.fail(f'{" or ".join(names)} is missing')
-    return default
+  def get(
+      self, kind: type, *names: str, default: Any = _MISSING, least: int = 1
+  ) -> Any:
+    """Returns the value of a key that has one of some names; null is none.
 
-  def refuse(self, name, *accepted):
+    Args:
+      kind: its type; an integer may stand for a float.
+      *names: the names; those that are there must agree.
+      default: where none is there; an error by default.
+      least: the least integer; a float is above 0.
+    """
+    found = {n: self.raw[n] for n in names if self.raw.get(n) is not None}
+    if not found:
+      if default is _MISSING:
+        self.fail(f'{" or ".join(names)} is missing')
+      return default
+    name, value = next(iter(found.items()))
+    for other in found:
+      if found[other] != value:
+        self.fail(f'{name} is {value!r:.80}, but {other} {found[other]!r:.80}')
+    accepted = (int, float) if kind is float else (kind,)
+    if type(value) not in accepted:
+      self.fail(f'{name} is {value!r:.80}, not {kind.__name__}')
+    if kind is int and not least <= value < _TOO_LARGE:
+      self.fail(f'{name} is {value!r:.80}, not from {least} to 2**40 - 1')
+    if kind is float and not 0 < value < _TOO_LARGE:
+      self.fail(f'{name} is {value!r:.80}, not between 0 and 2**40')
+    return kind(value)
+
+  def refuse(self, name, accepted):
     """Fails if a key has a value whose meaning is not computed here."""
     value = self.raw.get(name)
-    if value is not None and value not in accepted:
-      self.fail(f'{name} {value!r:.80} is not supported, only {accepted}')
+    same = value == accepted and isinstance(value, bool) == isinstance(
+        accepted, bool
+    )
+    if value is not None and not same:
+      self.fail(f'{name} {value!r:.80} is not supported, only {accepted!r}')
 
   def fail(self, message):
     raise files.CheckpointError(f'{self.where}: {message}.')
@@ -83,6 +100,12 @@ def from_hf(
   reader.refuse('hidden_act', 'silu')
   reader.refuse('use_sliding_window', False)
   reader.refuse('mlp_bias', False)
+  layers = reader.get(list, 'layer_types', default=[])
+  if any(layer != 'full_attention' for layer in layers):
+    reader.fail(
+        f"layer_types {layers!r:.80} is not supported, only 'full_attention'"
+    )
+  count_extra_layers(raw, where=where)
   fields = _common_fields(reader, family)
   if family == 'qwen3_moe':
     fields |= _qwen3_moe_fields(reader)
@@ -94,6 +117,16 @@ def from_hf(
     return model_config.ModelConfig(dtype=dtype, **fields)
   except (ValueError, ArithmeticError) as error:
     raise files.CheckpointError(f'{where}: {error}') from error
+
+
+def count_extra_layers(raw: Mapping[str, Any], *, where: str) -> int:
+  """Returns how many layers that predict further tokens follow the decoder's.
+
+  Raises:
+    files.CheckpointError: it is no number.
+  """
+  reader = _Reader(raw, where)
+  return reader.get(int, 'num_nextn_predict_layers', default=0, least=0)
 
 
 def family_of(config: model_config.ModelConfig) -> str:
@@ -123,6 +156,25 @@ def to_hf(config: model_config.ModelConfig) -> dict[str, Any]:
   return _to_hf(config, family_of(config))
 
 
+def both_generations(raw: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns a config.json with the keys that old and new readers look for."""
+  raw = dict(raw)
+  for names in (('num_experts', 'num_local_experts'), ('torch_dtype', 'dtype')):
+    known = [raw[name] for name in names if raw.get(name) is not None]
+    if known:
+      raw |= dict.fromkeys(names, known[0])
+  nested = dict(raw.get('rope_parameters') or raw.get('rope_scaling') or {})
+  nested.setdefault('rope_type', nested.pop('type', 'default'))
+  for name in _ROPE_AT_TOP:
+    value = nested.get(name, raw.get(name))
+    if value is not None:
+      raw[name] = nested[name] = value
+  raw['rope_parameters'] = nested
+  is_default = nested['rope_type'] == 'default'
+  raw['rope_scaling'] = None if is_default else nested
+  return raw
+
+
 def _not_in_file(c):
   """Returns the fields that a config.json does not hold."""
   return dict(dtype=c.dtype, attention_block=c.attention_block)
@@ -135,11 +187,17 @@ def _round_trip(config, family):
 def _common_fields(reader, family) -> dict[str, Any]:
   heads = reader.get(int, 'num_attention_heads')
   embed_dim = reader.get(int, 'hidden_size')
-  if not heads:
-    reader.fail('num_attention_heads is 0')
   # Only a Llama of the first generation leaves head_dim out.
   default = embed_dim // heads if family == 'llama' else _MISSING
-  rope, scaling = _rope(reader)
+  head_dim = reader.get(int, 'head_dim', default=default)
+  if reader.raw.get('head_dim') is None and embed_dim % heads:
+    reader.fail(
+        f'num_attention_heads {heads} does not divide hidden_size {embed_dim},'
+        ' and head_dim is missing'
+    )
+  rope = _rope(reader)
+  if family != 'glm4_moe':
+    rope.refuse('partial_rotary_factor', 1.0)
   has_bias = reader.get(bool, 'attention_bias', default=False)
   return dict(
       vocab_size=reader.get(int, 'vocab_size'),
@@ -147,11 +205,11 @@ def _common_fields(reader, family) -> dict[str, Any]:
       embed_dim=embed_dim,
       num_heads=heads,
       num_kv_heads=reader.get(int, 'num_key_value_heads', default=heads),
-      head_dim=reader.get(int, 'head_dim', default=default),
+      head_dim=head_dim,
       qk_norm=family in ('qwen3', 'qwen3_moe'),
       attention_bias='qkvo' if has_bias else '',
-      rope_theta=rope,
-      rope_scaling=scaling,
+      rope_theta=rope.get(float, 'rope_theta'),
+      rope_scaling=_scaling(rope),
       norm_eps=reader.get(float, 'rms_norm_eps'),
       tie_embeddings=reader.get(bool, 'tie_word_embeddings', default=False),
   )
@@ -160,8 +218,9 @@ def _common_fields(reader, family) -> dict[str, Any]:
 def _qwen3_moe_fields(reader) -> dict[str, Any]:
   reader.refuse('decoder_sparse_step', 1)
   reader.refuse('mlp_only_layers', [])
+  reader.refuse('routed_scaling_factor', 1.0)
   return dict(
-      num_experts=_positive(reader, 'num_experts', 'num_local_experts'),
+      num_experts=reader.get(int, 'num_experts', 'num_local_experts'),
       experts_per_token=reader.get(int, 'num_experts_per_tok'),
       moe_dim=reader.get(int, 'moe_intermediate_size'),
       router=_router(reader, 'softmax'),
@@ -170,19 +229,17 @@ def _qwen3_moe_fields(reader) -> dict[str, Any]:
 
 def _glm4_moe_fields(reader) -> dict[str, Any]:
   moe_dim = reader.get(int, 'moe_intermediate_size')
-  rope = reader.get(dict, 'rope_parameters', default={})
-  fraction = _Reader(rope | reader.raw, reader.where)
   return dict(
       mlp_dim=reader.get(int, 'intermediate_size'),
-      num_experts=_positive(reader, 'n_routed_experts', 'num_experts'),
+      num_experts=reader.get(int, 'n_routed_experts', 'num_experts'),
       experts_per_token=reader.get(int, 'num_experts_per_tok'),
       moe_dim=moe_dim,
-      shared_expert_dim=moe_dim * reader.get(int, 'n_shared_experts'),
-      first_dense_layers=reader.get(int, 'first_k_dense_replace'),
+      shared_expert_dim=moe_dim * reader.get(int, 'n_shared_experts', least=0),
+      first_dense_layers=reader.get(int, 'first_k_dense_replace', least=0),
       router=_router(reader, 'sigmoid'),
       qk_norm=reader.get(bool, 'use_qk_norm'),
       attention_bias='qkv' if reader.get(bool, 'attention_bias') else '',
-      rotary_fraction=fraction.get(float, 'partial_rotary_factor'),
+      rotary_fraction=_rope(reader).get(float, 'partial_rotary_factor'),
   )
 
 
@@ -199,34 +256,39 @@ def _router(reader, kind):
     raise files.CheckpointError(f'{reader.where}: {error}') from error
 
 
-def _positive(reader, *names):
-  value = reader.get(int, *names)
-  if not value:
-    reader.fail(f'{" or ".join(names)} is 0')
-  return value
-
-
 def _rope(reader):
-  """Returns theta, and the RopeScaling or None."""
-  nested = reader.get(dict, 'rope_parameters', 'rope_scaling', default={})
-  both = _Reader(dict(reader.raw) | dict(nested), reader.where)
-  theta = both.get(float, 'rope_theta')
-  kind = both.get(str, 'rope_type', 'type', default='default')
+  """Returns a reader of the keys of RoPE, which stand in up to three places."""
+  found: dict[str, Any] = {}
+  for source in (
+      {name: reader.raw.get(name) for name in _ROPE_AT_TOP},
+      reader.get(dict, 'rope_parameters', default={}),
+      reader.get(dict, 'rope_scaling', default={}),
+  ):
+    for name, value in source.items():
+      name = 'rope_type' if name == 'type' else name
+      if value is not None and found.setdefault(name, value) != value:
+        reader.fail(f'{name} is both {found[name]!r:.80} and {value!r:.80}')
+  return _Reader(found, reader.where)
+
+
+def _scaling(rope):
+  """Returns the RopeScaling or None."""
+  kind = rope.get(str, 'rope_type', default='default')
   if kind == 'default':
-    return theta, None
+    return None
   if kind != 'llama3':
-    reader.fail(
-        f"rope_type {kind!r:.80} is not supported, only ('default', 'llama3')"
+    rope.fail(
+        f"rope_type {kind!r:.80} is not supported, only 'default' and 'llama3'"
     )
   try:
-    return theta, model_config.RopeScaling(
-        factor=both.get(float, 'factor'),
-        low_freq_factor=both.get(float, 'low_freq_factor'),
-        high_freq_factor=both.get(float, 'high_freq_factor'),
-        original_length=both.get(int, 'original_max_position_embeddings'),
+    return model_config.RopeScaling(
+        factor=rope.get(float, 'factor'),
+        low_freq_factor=rope.get(float, 'low_freq_factor'),
+        high_freq_factor=rope.get(float, 'high_freq_factor'),
+        original_length=rope.get(int, 'original_max_position_embeddings'),
     )
   except ValueError as error:
-    raise files.CheckpointError(f'{reader.where}: {error}') from error
+    raise files.CheckpointError(f'{rope.where}: {error}') from error
 
 
 def _to_hf(c, family):

@@ -18,7 +18,6 @@ Scales multiply, but for weight_global_scale: the values are divided by it.
 
 from collections.abc import Mapping
 import dataclasses
-import pathlib
 from typing import Any, Literal
 
 import ml_dtypes
@@ -31,17 +30,6 @@ from nvfp4_jax import qtensor
 type Layout = Literal['modelopt', 'compressed_tensors', 'deepseek']
 
 LAYOUTS = ('modelopt', 'compressed_tensors', 'deepseek')
-_MODELOPT = {
-    'NVFP4': 'nvfp4',
-    'W4A16_NVFP4': 'nvfp4',
-    'MXFP8': 'mxfp8',
-    'FP8_PB_WO': 'fp8_block',
-}
-_COMPRESSED = {
-    'nvfp4-pack-quantized': 'nvfp4',
-    'mxfp8-quantized': 'mxfp8',
-    'float-quantized': 'fp8_block',
-}
 _E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 _E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -79,42 +67,6 @@ class Quantization:
 
   layout: Layout
   format: str
-
-
-def read_quantization(
-    folder: pathlib.Path, raw_config: Mapping[str, Any]
-) -> Quantization | None:
-  """Returns what a folder's configuration says; None if nothing is quantized.
-
-  It stands in `quantization_config` of config.json, or else in
-  hf_quant_config.json.
-
-  Raises:
-    files.CheckpointError: what it says is not supported.
-  """
-  found = raw_config.get('quantization_config')
-  where = f'quantization_config in {folder}'
-  if found is None and files.exists(folder, 'hf_quant_config.json'):
-    found = files.read_json(folder, 'hf_quant_config.json').get('quantization')
-    where = f'hf_quant_config.json in {folder}'
-    if isinstance(found, dict):
-      found = {'quant_method': 'modelopt', **found}
-  if found is None:
-    return None
-  if not isinstance(found, dict):
-    raise files.CheckpointError(f'{where} is not an object.')
-  method = found.get('quant_method')
-  if method == 'modelopt':
-    return Quantization('modelopt', _modelopt_format(found, where))
-  if method == 'compressed-tensors':
-    return Quantization('compressed_tensors', _compressed_format(found, where))
-  if method == 'fp8':
-    _check_blocks(found.get('weight_block_size'), where)
-    return Quantization('deepseek', 'fp8_block')
-  raise files.CheckpointError(
-      f"{where}: quant_method {method!r:.80} is not one of 'modelopt',"
-      " 'compressed-tensors', 'fp8'."
-  )
 
 
 def suffixes(quantization: Quantization) -> tuple[str, ...]:
@@ -204,8 +156,9 @@ def encode(
     layout: the layout.
     scale_max: E of the nvfp4 global encode scale 6 E / amax, which a layout
       that divides stores.
-    input_scale: nvfp4 in the 'modelopt' layout: write an input scale of 1,
-      which says that activations have a scale of their own for each token.
+    input_scale: write an input scale of 1, which says that activations have a
+      scale of their own for each token; nvfp4 in 'modelopt' only, nothing
+      elsewhere.
 
   Raises:
     ValueError: the layout cannot hold the weight.
@@ -231,7 +184,7 @@ def encode(
     if layout == 'compressed_tensors':
       decode_scale = _encode_scale(decode_scale, scale_max)[None]
     tensors[rest[0]] = decode_scale
-    if input_scale:
+    if input_scale and layout == 'modelopt':
       tensors[rest[1]] = np.ones((), np.float32)
   return tensors
 
@@ -281,45 +234,6 @@ def _decode(tensors, layout, format_name) -> tuple[Any, Any, Any]:
     return codes, scale.view(_E8M0), None
   scale = scale.astype(np.float32).reshape(scale.shape[0], -1)
   return codes, np.repeat(scale, _BLOCK, axis=0)[: codes.shape[0]], None
-
-
-def _modelopt_format(found, where):
-  algorithm = found.get('quant_algo')
-  name = _MODELOPT.get(algorithm.upper() if isinstance(algorithm, str) else '')
-  if name is None:
-    raise files.CheckpointError(
-        f'{where}: quant_algo {algorithm!r:.80} is not one of'
-        f' {", ".join(_MODELOPT)}.'
-    )
-  return name
-
-
-def _compressed_format(found, where):
-  name = _COMPRESSED.get(found.get('format'))
-  if name is None:
-    raise files.CheckpointError(
-        f'{where}: format {found.get("format")!r:.80} is not one of'
-        f' {", ".join(_COMPRESSED)}.'
-    )
-  groups = found.get('config_groups')
-  if not isinstance(groups, dict) or len(groups) != 1:
-    raise files.CheckpointError(
-        f'{where}: config_groups must be one group, not {groups!r:.80}.'
-    )
-  weights = next(iter(groups.values()))
-  weights = weights.get('weights') if isinstance(weights, dict) else None
-  if name == 'fp8_block':
-    blocks = weights.get('block_structure') if isinstance(weights, dict) else 0
-    _check_blocks(blocks, where)
-  return name
-
-
-def _check_blocks(blocks, where):
-  if blocks != [_BLOCK, _BLOCK]:
-    raise files.CheckpointError(
-        f'{where}: blocks of {blocks!r:.80} are not supported, only those of'
-        f' {[_BLOCK, _BLOCK]}.'
-    )
 
 
 def _one_per_block(scale):
