@@ -81,7 +81,8 @@ def read_text(
       not UTF-8.
   """
   with resolve(folder, name).open('rb') as file:
-    data = file.read(max_bytes + 1)
+    size = os.fstat(file.fileno()).st_size
+    data = file.read(min(size, max_bytes) + 1)
   if len(data) > max_bytes:
     raise CheckpointError(
         f'{name!r} in {folder} has more than {max_bytes} bytes.'

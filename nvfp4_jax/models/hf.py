@@ -97,7 +97,8 @@ def load(
 ) -> tuple[model_config.ModelConfig, policy.ParamTree]:
   """Returns the model of a folder and its per-layer parameter tree.
 
-  Arrays are numpy's, of the dtypes on disk; quantized weights are QTensors.
+  Arrays are numpy's, of the dtypes on disk but for float16, which is widened to
+  float32, as is an expert beside wider ones; quantized weights are QTensors.
   `policy.dequantize_params` makes float32 masters of it, `transformer.stack`
   segments.
 
@@ -272,13 +273,26 @@ def _check(checkpoint):
     )
   unused = set(tensors)
   for path, spec in transformer.param_specs_by_path(config).items():
-    for module in module_names(config, path):
+    modules = module_names(config, path)
+    for module in modules:
       unused -= _check_module(checkpoint, module, spec.shape)
+    _check_alike(checkpoint, modules)
   for name in sorted(unused):
     if not _is_ignored(checkpoint, name):
       raise files.CheckpointError(
           f'{checkpoint.folder}: tensor {name!r} has no place in a'
           f' {checkpoint.raw_config["model_type"]} of this configuration.'
+      )
+
+
+def _check_alike(checkpoint, modules):
+  """Raises if some experts of a parameter are quantized and others are not."""
+  first, *others = modules
+  is_quantized = _is_quantized(checkpoint, first)
+  for module in others:
+    if _is_quantized(checkpoint, module) != is_quantized:
+      raise files.CheckpointError(
+          f'{checkpoint.folder}: of {first} and {module} only one is quantized.'
       )
 
 
@@ -294,7 +308,7 @@ def _check_module(checkpoint, module, shape):
     stored = layouts.Stored(_PLAIN, (experts, rows, shape[1]))
     _check_tensor(checkpoint, name, stored)
     return {name}
-  if not _is_quantized(checkpoint, module):
+  if len(shape) != 2 or not _is_quantized(checkpoint, module):
     name = tensor_name(module)
     _check_tensor(checkpoint, name, layouts.Stored(_PLAIN, shape))
     return {name}

@@ -2,8 +2,9 @@
 
 Both generations of keys are read (`num_experts` and `num_local_experts`,
 `rope_theta` and `rope_parameters`, `torch_dtype` and `dtype`), and both are
-written. What a file asks for and this package does not compute is an error;
-nothing falls back to a default of another family.
+written; a file whose keys contradict each other is refused. What it asks for
+and this package does not compute is an error; nothing falls back to a default
+of another family.
 """
 
 from collections.abc import Mapping

@@ -36,21 +36,29 @@ def read(
 ) -> layouts.Quantization | None:
   """Returns what a folder's configuration says; None if nothing is quantized.
 
-  It stands in `quantization_config` of config.json, or else in
-  hf_quant_config.json.
+  It stands in `quantization_config` of config.json, in hf_quant_config.json, or
+  in both, which must agree.
 
   Raises:
     files.CheckpointError: what it says is not supported.
   """
-  found = raw_config.get('quantization_config')
-  where = f'quantization_config in {folder}'
-  if found is None and files.exists(folder, _HF_QUANT):
+  said = []
+  if raw_config.get('quantization_config') is not None:
+    found = raw_config['quantization_config']
+    said.append(_read_one(found, f'quantization_config in {folder}'))
+  if files.exists(folder, _HF_QUANT):
     found = files.read_json(folder, _HF_QUANT).get('quantization')
-    where = f'hf_quant_config.json in {folder}'
     if isinstance(found, dict):
       found = {'quant_method': 'modelopt', **found}
-  if found is None:
-    return None
+    said.append(_read_one(found, f'{_HF_QUANT} in {folder}'))
+  if len(set(said)) > 1:
+    raise files.CheckpointError(
+        f'{folder}: config.json says {said[0]}, {_HF_QUANT} {said[1]}.'
+    )
+  return said[0] if said else None
+
+
+def _read_one(found, where):
   if not isinstance(found, dict):
     raise files.CheckpointError(f'{where} is not an object.')
   method = found.get('quant_method')
@@ -234,22 +242,31 @@ def _modelopt_format(found, where):
 
 
 def _compressed_format(found, where):
-  name = _COMPRESSED.get(found.get('format'))
+  known = found.get('format')
+  name = _COMPRESSED.get(known if isinstance(known, str) else '')
   if name is None:
     raise files.CheckpointError(
-        f'{where}: format {found.get("format")!r:.80} is not one of'
-        f' {", ".join(_COMPRESSED)}.'
+        f'{where}: format {known!r:.80} is not one of {", ".join(_COMPRESSED)}.'
     )
   groups = found.get('config_groups')
   if not isinstance(groups, dict) or len(groups) != 1:
     raise files.CheckpointError(
         f'{where}: config_groups must be one group, not {groups!r:.80}.'
     )
-  weights = next(iter(groups.values()))
-  weights = weights.get('weights') if isinstance(weights, dict) else None
+  group = next(iter(groups.values()))
+  weights = group.get('weights') if isinstance(group, dict) else None
+  if not isinstance(weights, dict):
+    raise files.CheckpointError(f'{where}: the group does not say its weights.')
   if name == 'fp8_block':
-    blocks = weights.get('block_structure') if isinstance(weights, dict) else 0
-    _check_blocks(blocks, where)
+    _check_blocks(weights.get('block_structure'), where)
+    return name
+  bits, block = weights.get('num_bits'), weights.get('group_size')
+  wanted = (4 if name == 'nvfp4' else 8, formats.FORMATS[name].block)
+  if (bits, block) != wanted:
+    raise files.CheckpointError(
+        f'{where}: {known} has num_bits and group_size {wanted}, not'
+        f' {(bits, block)!r:.80}.'
+    )
   return name
 
 
