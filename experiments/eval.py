@@ -4,6 +4,7 @@
     python -m experiments.eval params --config FOLDER --recipe nvfp4_final
     python -m experiments.eval params --config FOLDER --json
     python -m experiments.eval generate --model FOLDER --recipe nvfp4_final
+    python -m experiments.eval reference --model FOLDER
 
 `params` needs a config.json and no weights. It counts parameters by class, in
 all and active per token, and the bytes of the model's tensors under the sampler
@@ -11,6 +12,9 @@ policy of each recipe, or of one.
 
 `generate` answers a prompt with a model of a Hugging Face folder, quantized or
 not, and measures loading, memory and speed.
+
+`reference` compares the logits of a dense model with a forward pass in float64
+numpy.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,9 +26,11 @@ import time
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import tyro
 
+from experiments import reference
 from nvfp4_jax import files
 from nvfp4_jax import policy
 from nvfp4_jax import qtensor
@@ -62,9 +68,7 @@ def params(cfg: ParamsConfig) -> None:
   raw = _read_config(cfg.config)
   rows = list(params_rows(raw, recipe=cfg.recipe, where=str(cfg.config)))
   lines = ''.join(json.dumps(row) + '\n' for row in rows)
-  if cfg.output is not None:
-    cfg.output.parent.mkdir(parents=True, exist_ok=True)
-    files.write_atomically(cfg.output, lines)
+  _write(cfg.output, lines)
   print(lines if cfg.json else _report(rows), end='')
 
 
@@ -202,10 +206,62 @@ def generate(cfg: GenerateConfig) -> None:
       'peak_memory': resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
   }
   line = json.dumps(row) + '\n'
-  if cfg.output is not None:
-    cfg.output.parent.mkdir(parents=True, exist_ok=True)
-    files.write_atomically(cfg.output, line)
+  _write(cfg.output, line)
   print(line, end='')
+
+
+@dataclasses.dataclass(frozen=True)
+class ReferenceConfig:
+  """Compares the logits of a dense model with float64."""
+
+  model: pathlib.Path  # a Hugging Face folder, not quantized
+  prompt: str = 'What is 7 + 5?'
+  output: pathlib.Path | None = None  # a file for the rows, as JSON lines
+
+
+def compare_with_float64(cfg: ReferenceConfig) -> None:
+  """Prints a row for activations in float32, and one for bfloat16.
+
+  Raises:
+    files.CheckpointError: the folder is not a whole checkpoint.
+    ValueError: the model has experts.
+  """
+  words = tokenizer.load(cfg.model)
+  tokens = np.array(tokenizer.encode(words, cfg.prompt), np.int32)
+  bf16 = policy.Quantizer(policy.BF16)
+  want, lines = None, ''
+  for dtype in ('float32', 'bfloat16'):
+    config, params = hf.load(cfg.model, dtype=dtype)
+    if want is None:
+      want = reference.logits(config, params, tokens)
+    stacked = transformer.stack(
+        policy.dequantize_params(params), (config.num_layers,)
+    )
+    hidden = transformer.forward(
+        config, stacked, jnp.asarray(tokens[None]), bf16
+    )
+    got = np.asarray(transformer.logits(stacked, hidden))[0]
+    row = {
+        'model': cfg.model.name,
+        'dtype': dtype,
+        'tokens': len(tokens),
+        'largest_logit': float(np.abs(want).max()),
+        'max_abs_difference': float(np.abs(got - want).max()),
+        'argmax_equal': float(np.mean(got.argmax(-1) == want.argmax(-1))),
+        'mean_kl': float(np.mean(_kl(want, got))),
+    }
+    lines += json.dumps(row) + '\n'
+  _write(cfg.output, lines)
+  print(lines, end='')
+
+
+def _kl(want, got):
+  """Returns KL(want || got) of softmax distributions, in nats, per row."""
+  log_p, log_q = (
+      x - np.logaddexp.reduce(x.astype(np.float64), axis=-1, keepdims=True)
+      for x in (want, got)
+  )
+  return np.sum(np.exp(log_p) * (log_p - log_q), axis=-1)
 
 
 class _Watch:
@@ -239,6 +295,12 @@ def main(args: Sequence[str] | None = None) -> None:
     commands[type(cfg)](cfg)
   except (ValueError, OSError) as error:
     raise SystemExit(str(error)) from error
+
+
+def _write(path, lines):
+  if path is not None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    files.write_atomically(path, lines)
 
 
 def _read_config(path):
@@ -293,6 +355,7 @@ def _aligned(table):
 COMMANDS: Mapping[str, tuple[Callable[..., Any], Callable[..., None]]] = {
     'params': (ParamsConfig, params),
     'generate': (GenerateConfig, generate),
+    'reference': (ReferenceConfig, compare_with_float64),
 }
 
 

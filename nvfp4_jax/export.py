@@ -3,19 +3,14 @@
 `convert` makes one of another folder, layer by layer; `export` of the tree that
 a sampler runs. Both quantize through the same function as the learner, and
 write through the same code, so that equal weights give equal files.
-
-A folder is built beside its destination, in `DESTINATION.partial`, shard by
-shard, and renamed when it is whole. A run that was killed goes on behind its
-last whole shard if it is started again with the same arguments.
+A folder appears when it is whole (`models.folder`).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import dataclasses
-import json
+import functools
 import math
-import os
 import pathlib
-import shutil
 from typing import Any
 
 import jax
@@ -27,8 +22,8 @@ from nvfp4_jax import config as config_json
 from nvfp4_jax import files
 from nvfp4_jax import policy
 from nvfp4_jax import qtensor
-from nvfp4_jax import safetensors
 from nvfp4_jax.models import config as model_config
+from nvfp4_jax.models import folder
 from nvfp4_jax.models import hf
 from nvfp4_jax.models import hf_config
 from nvfp4_jax.models import layouts
@@ -39,21 +34,7 @@ type Progress = Callable[[int, int], None]
 
 SHARD_BYTES = 2 * 2**30
 _CHUNK_BYTES = 256 * 2**20  # of experts that are quantized at a time
-_PROGRESS = 'progress.json'
 _PRODUCER = {'name': 'nvfp4_jax', 'version': nvfp4_jax.__version__}
-
-# What a folder holds besides its weights and config.json.
-_COMPANIONS = (
-    'generation_config.json',
-    'tokenizer.json',
-    'tokenizer_config.json',
-    'tokenizer.model',
-    'special_tokens_map.json',
-    'added_tokens.json',
-    'vocab.json',
-    'merges.txt',
-    'chat_template.jinja',
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -268,35 +249,38 @@ def _write(
     read_layer: Callable[[int], Iterator[tuple[int, policy.ParamTree]]],
     progress: Progress | None,
 ) -> None:
-  if destination.exists():
-    raise FileExistsError(f'{destination} exists.')
-  described, hf_quant = _describe(plan)
-  shards = _shards(plan)
-  partial = destination.with_name(destination.name + '.partial')
-  done = _resume(partial, plan)
-  for number, layers in enumerate(shards):
-    name = _shard_name(number, len(shards))
-    if name not in done:
-      tensors = {}
-      if not number:
-        for path, param in read_top().items():
-          tensors |= hf.to_tensors(plan.config, path, param, _refuse_qtensor)
-      for layer in layers:
-        for first, params in read_layer(layer):
-          tensors |= _tensors(plan, layer, params, first)
-      tensors = {key: np.asarray(value) for key, value in tensors.items()}
-      done[name] = {
-          'sha256': safetensors.write_file(
-              partial / name, tensors, {'format': 'pt'}
-          ),
-          'tensors': {key: value.nbytes for key, value in tensors.items()},
-      }
-      _save_progress(partial, plan, done)
+  documents = _documents(plan)
+  layers_of = _shards(plan)
+
+  def tensors_of(number):
+    tensors = {}
+    if not number:
+      for path, param in read_top().items():
+        tensors |= hf.to_tensors(plan.config, path, param, _refuse_qtensor)
+    for layer in layers_of[number]:
+      for first, params in read_layer(layer):
+        tensors |= _tensors(plan, layer, params, first)
+    return tensors
+
+  def show(shards_done):
     if progress is not None:
-      progress(layers.stop, plan.config.num_layers)
-  _finish(partial, plan, done, described, hf_quant)
-  os.replace(partial, destination)
-  files.sync_folder(destination.parent)
+      progress(layers_of[shards_done - 1].stop, plan.config.num_layers)
+
+  folder.write(
+      destination,
+      [functools.partial(tensors_of, n) for n in range(len(layers_of))],
+      documents,
+      {
+          'version': nvfp4_jax.__version__,
+          'recipe': plan.target.recipe,
+          'layout': plan.target.layout,
+          'policy': config_json.to_json(plan.target.policy),
+          'shard_bytes': plan.target.shard_bytes,
+      },
+      companions=plan.companions,
+      identity=plan.identity,
+      progress=show,
+  )
 
 
 def _tensors(plan, layer, params, first_expert):
@@ -328,31 +312,49 @@ def _refuse_qtensor(module, q):
   raise ValueError(f'{module} is {q.format.name}; no layout describes that.')
 
 
-def _describe(plan):
-  """Returns quantization_config and hf_quant_config.json, or None for each."""
+def _documents(plan):
+  """Returns config.json and, where the layout has one, hf_quant_config.json."""
+  raw = hf_config.both_generations(plan.raw_config)
+  raw.pop('quantization_config', None)
+  raw |= {'torch_dtype': 'bfloat16', 'dtype': 'bfloat16'}
   quantized = {p for p in plan.precisions.values() if p is not None}
   if not quantized:
-    return None, None
+    return {'config.json': raw}
   kinds = {(p.rhs, p.lhs) for p in quantized}
   if len(kinds) > 1:
     raise ValueError(
         'A folder has one format of weights and of activations, but the'
         f' precision policy has {len(kinds)}: {sorted(map(str, kinds))}.'
     )
+  described, hf_quant = quantization_config.describe(
+      plan.target.layout,
+      next(iter(quantized)),
+      _unquantized(plan),
+      _PRODUCER,
+  )
+  documents = {'config.json': raw | {'quantization_config': described}}
+  if hf_quant is not None:
+    documents['hf_quant_config.json'] = hf_quant
+  return documents
+
+
+def _unquantized(plan):
+  """Returns the names of the linears that are not quantized.
+
+  Raises:
+    ValueError: the layout cannot hold one that is.
+  """
+  names = {'lm_head'}
+  if plan.target.layout == 'modelopt':
+    names.add('model.embed_tokens')
   specs = transformer.param_specs_by_path(plan.config)
   for path, precision in plan.precisions.items():
+    shape = specs[path].shape
     if precision is not None:
-      _check_shape(path, specs[path].shape[-2:], precision, plan.target.layout)
-  is_linear = lambda path: len(specs[path].shape) > 1 and path != 'embed_tokens'
-  unquantized = {'lm_head'}
-  for path, precision in plan.precisions.items():
-    if precision is None and is_linear(path):
-      unquantized.update(hf.module_names(plan.config, path))
-  if plan.target.layout == 'modelopt':
-    unquantized.add('model.embed_tokens')
-  return quantization_config.describe(
-      plan.target.layout, next(iter(quantized)), unquantized, _PRODUCER
-  )
+      _check_shape(path, shape[-2:], precision, plan.target.layout)
+    elif len(shape) > 1 and path != 'embed_tokens':
+      names.update(hf.module_names(plan.config, path))
+  return names
 
 
 def _check_shape(path, shape, precision, layout):
@@ -382,12 +384,6 @@ def _shards(plan) -> Sequence[range]:
   return [*shards, range(first, plan.config.num_layers)]
 
 
-def _shard_name(number, count):
-  if count == 1:
-    return safetensors.SINGLE
-  return f'model-{number + 1:05}-of-{count:05}.safetensors'
-
-
 def _identity(checkpoint):
   """Returns what tells a source from another or from its earlier self."""
   stats = {
@@ -395,83 +391,3 @@ def _identity(checkpoint):
       for path in {info.path for info in checkpoint.tensors.values()}
   }
   return {'source': str(checkpoint.folder.resolve()), 'files': stats}
-
-
-def _record(plan):
-  """Returns what must be equal for a run to go on with another's shards."""
-  return {
-      'version': nvfp4_jax.__version__,
-      'recipe': plan.target.recipe,
-      'layout': plan.target.layout,
-      'policy': config_json.to_json(plan.target.policy),
-      'shard_bytes': plan.target.shard_bytes,
-      'identity': plan.identity,
-  }
-
-
-def _resume(partial, plan):
-  """Returns the whole shards of an unfinished run; makes its folder if none."""
-  partial.parent.mkdir(parents=True, exist_ok=True)
-  if plan.identity is None and partial.exists():  # arrays in memory have none
-    shutil.rmtree(partial)
-  if not partial.exists():
-    partial.mkdir()
-    return {}
-  for leftover in partial.glob('.*.partial'):  # of a write that was cut short
-    leftover.unlink()
-  if not files.exists(partial, _PROGRESS):
-    if any(partial.iterdir()):
-      raise files.CheckpointError(
-          f'{partial} is in the way and no unfinished conversion: remove it.'
-      )
-    return {}
-  saved = files.read_json(partial, _PROGRESS)
-  if saved.get('record') != _record(plan):
-    raise files.CheckpointError(
-        f'{partial} is an unfinished conversion with other arguments or of'
-        ' another source: finish that one, or remove the folder.'
-    )
-  return dict(saved['shards'])
-
-
-def _save_progress(partial, plan, done):
-  text = json.dumps({'record': _record(plan), 'shards': done})
-  files.write_atomically(partial / _PROGRESS, text)
-
-
-def _finish(partial, plan, done, described, hf_quant):
-  """Writes all that a folder has besides its shards; the manifest last."""
-  if len(done) > 1:
-    weight_map = {
-        tensor: shard
-        for shard, entry in done.items()
-        for tensor in entry['tensors']
-    }
-    total = sum(sum(entry['tensors'].values()) for entry in done.values())
-    index = {
-        'metadata': {'total_size': total},
-        'weight_map': dict(sorted(weight_map.items())),
-    }
-    _write_json(partial, safetensors.INDEX, index)
-  raw = hf_config.both_generations(plan.raw_config)
-  raw.pop('quantization_config', None)
-  raw |= {'torch_dtype': 'bfloat16', 'dtype': 'bfloat16'}
-  if described is not None:
-    raw['quantization_config'] = described
-  _write_json(partial, 'config.json', raw)
-  if hf_quant is not None:
-    _write_json(partial, 'hf_quant_config.json', hf_quant)
-  for name in _COMPANIONS:
-    if plan.companions is not None and files.exists(plan.companions, name):
-      data = files.resolve(plan.companions, name).read_bytes()
-      files.write_atomically(partial / name, data)
-  (partial / _PROGRESS).unlink(missing_ok=True)
-  record = {
-      key: value for key, value in _record(plan).items() if key != 'identity'
-  }
-  hashes = {name: entry['sha256'] for name, entry in done.items()}
-  files.write_manifest(partial, record, hashes=hashes)
-
-
-def _write_json(folder, name, value):
-  files.write_atomically(folder / name, json.dumps(value, indent=2) + '\n')

@@ -207,7 +207,7 @@ def quantize_params(
   `wq`, the sampler holds it in place of the parameters. What is quantized is
   the bfloat16 value of the master. Linears that servers fuse (gate_proj and
   up_proj of an MLP or of one expert; q_proj, k_proj and v_proj), if they have
-  one precision, share their amax, so that their global scales are equal. The
+  one format, share their amax, so that their global scales are equal. The
   correction bias of a router stays float32.
 
   Args:
@@ -275,8 +275,9 @@ def quantize_layers(
     arrays[name] = leaf
     if precisions[name] is not None:
       _check_weight(name, leaf, weights, precisions, prefix)
-  chosen = tuple((name, precisions[name]) for name in sorted(arrays))
-  result, finite = _quantize_layers(arrays, chosen, jnp.dtype(dtype))
+  of_name = {name: precisions[name] for name in sorted(arrays)}
+  specs = tuple((n, None if p is None else p.rhs) for n, p in of_name.items())
+  result, finite = _quantize_layers(arrays, specs, jnp.dtype(dtype))
   if not any(isinstance(flag, jax.core.Tracer) for flag in finite.values()):
     bad = [prefix + name for name, flag in finite.items() if not flag]
     if bad:
@@ -335,27 +336,27 @@ def _check_weight(name, leaf, weights, precisions, prefix):
       )
 
 
-@functools.partial(jax.jit, static_argnames=('precisions', 'dtype'))
-def _quantize_layers(weights, precisions, dtype):
-  of_name = dict(precisions)
+@functools.partial(jax.jit, static_argnames=('specs', 'dtype'))
+def _quantize_layers(weights, specs, dtype):
+  of_name = dict(specs)
   result, finite = {}, {}
   for name, leaf in weights.items():
-    precision = of_name[name]
-    if precision is None:
+    spec = of_name[name]
+    if spec is None:
       result[name] = _as(name, leaf, dtype)
       continue
     leaf, amax = _bfloat16(leaf), None
     finite[name] = jnp.all(jnp.isfinite(leaf))
-    fused = [n for n in fused_names(name) if of_name.get(n) == precision]
-    if len(fused) > 1 and precision.rhs.outer == 'tensor':
+    fused = [n for n in fused_names(name) if of_name.get(n) == spec]
+    if len(fused) > 1 and spec.outer == 'tensor':
       amax = functools.reduce(
           jnp.maximum,
           (
-              quantization.compute_amax(_bfloat16(weights[n]), precision.rhs)
+              quantization.compute_amax(_bfloat16(weights[n]), spec)
               for n in fused
           ),
       )
-    result[name] = quantization.quantize(leaf, precision.rhs, amax=amax)
+    result[name] = quantization.quantize(leaf, spec, amax=amax)
   return result, finite
 
 

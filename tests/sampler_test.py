@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from nvfp4_jax import policy
+from nvfp4_jax import qtensor
+from nvfp4_jax import recipes
 from nvfp4_jax import sampler
 from nvfp4_jax.models import config as model_config
 from nvfp4_jax.models import transformer
@@ -148,3 +150,43 @@ class GenerateTest(chex.TestCase):
           jax.random.key(0),
           SAMPLE,
       )
+
+
+class MemoryTest(chex.TestCase):
+
+  def test_quantized_weights_have_no_copy_in_high_precision(self):
+    recipe = recipes.get('nvfp4_high_precision')
+    quantizer = policy.Quantizer(recipe.sampler)
+    scratch, held, high_precision = [], [], []
+    for layers in (2, 6):
+      config = dataclasses.replace(
+          CONFIG, num_layers=layers, embed_dim=128, mlp_dim=1024
+      )
+      masters = jax.tree.map(
+          lambda spec: jnp.full(spec.shape, 0.1),
+          transformer.param_specs(config),
+          is_leaf=lambda leaf: isinstance(leaf, transformer.ParamSpec),
+      )
+      masters = transformer.stack(masters, (layers,))
+      tree = policy.quantize_params(quantizer, masters)
+      compiled = sampler._generate.lower(
+          config,
+          tree,
+          quantizer,
+          *map(jnp.asarray, sampler.pad_prompts(PROMPTS)),
+          jax.random.key(0),
+          jnp.float32(1.0),
+          SAMPLE,
+      ).compile()
+      scratch.append(compiled.memory_analysis().temp_size_in_bytes)
+      quantized = {
+          name: leaf
+          for name, leaf in tree['layers'][0].items()
+          if isinstance(leaf, qtensor.QTensor)
+      }
+      held.append(qtensor.nbytes(quantized))
+      masters = {name: masters['layers'][0][name] for name in quantized}
+      high_precision.append(qtensor.nbytes(masters) // 2)
+    added = high_precision[1] - high_precision[0]
+    self.assertLess(held[1] - held[0], 0.29 * added)  # 4.5 bits of 16
+    self.assertLess(scratch[1] - scratch[0], 0.15 * added)

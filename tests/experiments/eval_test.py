@@ -4,13 +4,17 @@ import contextlib
 import io
 import json
 import pathlib
+import shutil
+import string
 import tempfile
 
 from absl.testing import absltest
 from absl.testing import parameterized
+import tokenizers
 
 from experiments import eval as evaluation
 from experiments import run
+from nvfp4_jax import export
 from nvfp4_jax import recipes
 from nvfp4_jax.models import param_counts
 
@@ -192,6 +196,64 @@ class ErrorsTest(CommandTest):
   )
   def test_a_wrong_command_line_stops(self, args, name):
     self.assertIn(name, self.stopped(*args))
+
+
+class ModelTest(CommandTest):
+  """Commands that run a model: a golden one, with a tokenizer of bytes."""
+
+  def setUp(self):
+    super().setUp()
+    self.model = self.root / 'model'
+    shutil.copytree(_GOLDEN / 'hf' / 'llama', self.model)
+    symbols = string.ascii_letters + string.digits + '+?Ġ'
+    rest = set(tokenizers.pre_tokenizers.ByteLevel.alphabet()) - set(symbols)
+    symbols += ''.join(sorted(rest))[: 128 - len(symbols)]
+    vocabulary = {symbol: i for i, symbol in enumerate(symbols)}
+    words = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
+        add_prefix_space=False
+    )
+    words.decoder = tokenizers.decoders.ByteLevel()
+    words.save(str(self.model / 'tokenizer.json'))
+    template = "{{ messages[0]['content'] }}"
+    (self.model / 'tokenizer_config.json').write_text(
+        json.dumps({'chat_template': template})
+    )
+
+  def test_generate_is_the_same_from_a_quantized_folder(self):
+    quantized = self.root / 'quantized'
+    recipe = recipes.get('nvfp4_high_precision')
+    target = export.Target(recipe.sampler, 'modelopt', recipe.name)
+    export.convert(self.model, quantized, target)
+    answers = []
+    for folder in (self.model, quantized):
+      printed = self.run_command(
+          'generate',
+          f'--model={folder}',
+          f'--recipe={recipe.name}',
+          '--max_new_tokens=2',
+          '--completions=2',
+      )
+      *lines, row = printed.splitlines()
+      answers.append(lines)
+      row = json.loads(row)
+      self.assertGreater(row['tokens_per_second'], 0)
+      self.assertEqual(row['prompt_tokens'], len('Whatis7+5?') + 4)
+    self.assertEqual(*answers)
+
+  def test_generate_refuses_another_recipe_than_the_folder_has(self):
+    quantized = self.root / 'quantized'
+    recipe = recipes.get('nvfp4_high_precision')
+    target = export.Target(recipe.sampler, 'modelopt', recipe.name)
+    export.convert(self.model, quantized, target)
+    message = self.stopped('generate', f'--model={quantized}', '--recipe=mxfp8')
+    self.assertRegex(message, 'nvfp4')
+
+  def test_reference_agrees_with_float32(self):
+    float32, bfloat16 = self.rows('reference', f'--model={self.model}')
+    self.assertLess(float32['max_abs_difference'], 1e-5)
+    self.assertGreater(bfloat16['max_abs_difference'], 1e-5)
+    self.assertEqual(float32['argmax_equal'], 1.0)
 
 
 if __name__ == '__main__':
