@@ -1,6 +1,6 @@
-"""Reads an exported checkpoint with other projects' tools.
+"""Reads exported checkpoints with other projects' tools.
 
-  python interop/read_exports.py DIR OUT
+  python interop/read_exports.py OUT DIR [DIR ...]
 
 DIR is a Hugging Face directory of quantized weights, with `tokens.npy` int32
 `[B, T]` besides. Its `quantization_config` says which layout it has:
@@ -10,7 +10,7 @@ DIR is a Hugging Face directory of quantized weights, with `tokens.npy` int32
 - ModelOpt: NVFP4, W4A16_NVFP4, MXFP8, FP8_PB_WO;
 - `quant_method` fp8, as DeepSeek writes it.
 
-For each tool that can read the layout, OUT receives
+For each tool that can read the layout, OUT/<name of DIR> receives
 
 - `<tool>.npz`: module name -> dequantized weight, widened to float32;
 - `<tool>.json`: package, version, layout, and dtype of the tool's values;
@@ -19,9 +19,9 @@ For each tool that can read the layout, OUT receives
 
 `logits_transformers_load.npz` is of transformers reading DIR itself. It does
 not know all layouts and gets some wrong, so a failure there is only printed.
-Exits with an error if the directory contradicts itself: shards and index,
-config.json and hf_quant_config.json, scheme and format, modules that are
-quantized and left out.
+A directory fails that contradicts itself: shards and index, config.json and
+hf_quant_config.json, scheme and format, modules that are quantized and left
+out. The others are read all the same; then the program exits with an error.
 """
 
 import argparse
@@ -32,6 +32,7 @@ import importlib.metadata
 import json
 import pathlib
 import tempfile
+import traceback
 from typing import Any
 
 from compressed_tensors import compressors
@@ -468,18 +469,10 @@ def run_tool(
   return arrays, values
 
 
-def main() -> None:
-  """Reads DIR with all tools and prints how far they are from one another."""
-  parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
-  parser.add_argument('directory', type=pathlib.Path)
-  parser.add_argument('out', type=pathlib.Path)
-  arguments = parser.parse_args()
-  out = arguments.out
-  transformers.logging.disable_progress_bar()
-  torch.use_deterministic_algorithms(True)
-
-  export = read(arguments.directory)
-  tokens = np.load(arguments.directory / 'tokens.npy')
+def read_directory(directory: pathlib.Path, out: pathlib.Path) -> None:
+  """Reads a directory with all tools and prints how far they are apart."""
+  export = read(directory)
+  tokens = np.load(directory / 'tokens.npy')
   print(f'{export.layout}: {len(export.modules)} quantized modules')
   unlisted = check_lists(export)
   if unlisted:
@@ -521,6 +514,29 @@ def main() -> None:
         '  transformers_load: logits by'
         f' {np.abs(loaded - first_values).max():.1e} unlike the first'
     )
+
+
+def main() -> None:
+  """Reads the directories that the command line names."""
+  parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
+  parser.add_argument('out', type=pathlib.Path)
+  parser.add_argument('directory', type=pathlib.Path, nargs='+')
+  arguments = parser.parse_args()
+  directories = {path.resolve().name: path for path in arguments.directory}
+  if len(directories) < len(arguments.directory):
+    parser.error('Two directories have one name.')
+  transformers.logging.disable_progress_bar()
+  torch.use_deterministic_algorithms(True)
+  failed = []
+  for i, (name, directory) in enumerate(directories.items(), 1):
+    print(f'[{i}/{len(directories)}] {name}', flush=True)
+    try:
+      read_directory(directory, arguments.out / name)
+    except Exception:  # The others are read before it counts.
+      traceback.print_exc()
+      failed.append(name)
+  if failed:
+    raise SystemExit(f'Failed: {", ".join(failed)}.')
 
 
 if __name__ == '__main__':

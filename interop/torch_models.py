@@ -134,6 +134,18 @@ def _qwen3_moe_unnormalized() -> transformers.PreTrainedConfig:
   return _qwen3_moe(norm_topk_prob=False)  # head_dim is 64 / 4 here.
 
 
+def _qwen3_moe_128() -> transformers.PreTrainedConfig:
+  """Returns a model whose quantized weights all fill blocks of 128x128."""
+  return _qwen3_moe(
+      hidden_size=128,
+      num_hidden_layers=1,
+      head_dim=64,
+      moe_intermediate_size=256,
+      num_experts=4,
+      norm_topk_prob=True,
+  )
+
+
 def _glm4_moe(**changes: Any) -> transformers.PreTrainedConfig:
   """Returns a dense layer and two layers of routed and shared experts."""
   return transformers.Glm4MoeConfig(
@@ -194,6 +206,8 @@ CASES = {
         keep_float32=('gate.weight', 'e_score_correction_bias'),
     ),
     'glm4_moe_groups': Case(_glm4_moe_groups, seed=11),
+    # Too large to be committed; check.py makes and uses it.
+    'qwen3_moe_128': Case(_qwen3_moe_128, seed=31),
 }
 
 

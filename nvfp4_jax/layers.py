@@ -246,7 +246,8 @@ def moe(
     weights: LayerWeights,
     experts_per_token: int,
     router: routing.Router = routing.SOFTMAX,
-) -> jax.Array:
+    experts: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
   """Returns the mixture of the experts that each token is routed to.
 
   The router has float32 logits; the weights of a token's experts are rounded to
@@ -258,15 +259,17 @@ def moe(
     weights: the layer.
     experts_per_token: k.
     router: how experts are chosen and weighted.
+    experts: `[M, k]` int32, a choice that is replayed; None to choose.
 
   Returns:
-    `[M, D]` float32, unrounded; for bfloat16 `x` a sum of exact products.
+    `[M, D]` float32, unrounded; for bfloat16 `x` a sum of exact products. And
+    the experts `[M, k]` int32 of each token.
   """
   tokens, k = x.shape[0], experts_per_token
   w = weights.params['mlp.gate']
   logits = matmul.unquantized_matmul(x.astype(jnp.float32), w, dtype=x.dtype)
   bias = weights.params.get('mlp.gate.e_score_correction_bias')
-  experts, gates = routing.route(logits, bias, router, k)
+  experts, gates = routing.route(logits, bias, router, k, experts)
   gates = _round(gates, x.dtype)
 
   order = jnp.argsort(experts.reshape(-1), stable=True)
@@ -284,7 +287,7 @@ def moe(
   total = y[:, 0] * gates[:, :1]
   for i in range(1, k):
     total = total + y[:, i] * gates[:, i : i + 1]
-  return total
+  return total, experts
 
 
 def token_logprobs(

@@ -55,7 +55,11 @@ SOFTMAX = Router()
 
 
 def route(
-    logits: jax.Array, bias: jax.Array | None, router: Router, k: int
+    logits: jax.Array,
+    bias: jax.Array | None,
+    router: Router,
+    k: int,
+    experts: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
   """Returns the experts of each token, and their weights.
 
@@ -67,13 +71,16 @@ def route(
     bias: `[E]` float32 correction bias of a 'sigmoid' router, else None.
     router: how to choose.
     k: experts per token.
+    experts: `[M, k]` int32, a choice that was made before and is replayed; only
+      the weights are computed.
 
   Returns:
     Experts `[M, k]` int32, best first, and weights `[M, k]` float32, not yet
     rounded.
   """
   if router.kind == 'softmax':
-    experts = _best(logits, k)
+    if experts is None:
+      experts = _best(logits, k)
     chosen = _at(logits, experts)
     over = chosen if router.normalize else logits
     largest = lax.stop_gradient(jnp.max(over, axis=-1, keepdims=True))
@@ -82,8 +89,9 @@ def route(
     weights = weights * exact.fence(1.0 / exact.tree_sum(total))[..., None]
   else:
     scores = _sigmoid(logits)
-    preference = scores if bias is None else scores + bias
-    experts = _best(_within_groups(preference, router), k)
+    if experts is None:
+      preference = scores if bias is None else scores + bias
+      experts = _best(_within_groups(preference, router), k)
     weights = _at(scores, experts)
     if router.normalize:
       weights = _normalize(weights)

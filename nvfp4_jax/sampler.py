@@ -34,12 +34,14 @@ class SampleConfig:
     eos_ids: tokens that end a completion; may be empty.
     temperature: of the softmax; 0 means greedy.
     cache_length: positions in the cache; None for as many as are needed.
+    record_experts: keep which experts each token went to.
   """
 
   max_new_tokens: int
   eos_ids: tuple[int, ...] = ()
   temperature: float = 1.0
   cache_length: int | None = None
+  record_experts: bool = False
 
   def __post_init__(self):
     if self.max_new_tokens < 1:
@@ -60,12 +62,16 @@ class Completions:
       token under the distribution that it was drawn from; 0 elsewhere, and
       when greedy.
     truncated: `[B]` bool, the completion ended without EOS.
+    expert_ids: `[B, P + max_new_tokens, L, k]` int32, the experts of each token
+      in each of the L layers that have experts; 0 for tokens that were not run
+      (the last one and padding). None if they were not recorded.
   """
 
   tokens: jax.Array
   mask: jax.Array
   logprobs: jax.Array
   truncated: jax.Array
+  expert_ids: jax.Array | None
 
 
 @struct.dataclass
@@ -76,9 +82,10 @@ class DecodeState:
     step: int32, number of tokens sampled for each row that goes on.
     token: `[B]` int32, the last one.
     done: `[B]` bool.
-    tokens: as in `Completions`; so are `mask` and `logprobs`.
+    tokens: as in `Completions`; so are the next three.
     mask: see there.
     logprobs: see there.
+    expert_ids: see there.
     cache: the KV cache.
     keys: `[B]` keys, one for each row.
   """
@@ -89,6 +96,7 @@ class DecodeState:
   tokens: jax.Array
   mask: jax.Array
   logprobs: jax.Array
+  expert_ids: jax.Array | None
   cache: kv_cache.KVCache
   keys: jax.Array
 
@@ -139,7 +147,8 @@ def generate(
     The completions.
 
   Raises:
-    ValueError: no rows, or a prompt and its completion do not fit the cache.
+    ValueError: no rows, a prompt and its completion do not fit the cache, or
+      experts are to be recorded in a model without.
   """
   prompts, lengths = jnp.asarray(prompts), jnp.asarray(lengths)
   if prompts.ndim != 2 or not prompts.shape[0]:
@@ -151,6 +160,8 @@ def generate(
         f' {sample.max_new_tokens} new tokens do not fit a cache of'
         f' {sample.cache_length} positions.'
     )
+  if sample.record_experts and not config.num_experts:
+    raise ValueError('record_experts: the model has no experts.')
   # The temperature is traced, so that greedy evaluation is the same program.
   return _generate(
       config,
@@ -179,9 +190,11 @@ def _generate(
       config.head_dim,
       config.dtype,
   )
-  hidden, cache = transformer.prefill(
+  hidden, cache, experts = transformer.prefill(
       config, params, prompts, lengths, quantizer, cache
   )
+  if sample.record_experts:
+    experts = _clear_padding(experts, lengths, needed)
   state = DecodeState(
       step=jnp.int32(0),
       token=jnp.zeros((batch,), jnp.int32),
@@ -189,6 +202,7 @@ def _generate(
       tokens=jnp.pad(prompts, ((0, 0), (0, sample.max_new_tokens))),
       mask=jnp.zeros((batch, needed), bool),
       logprobs=jnp.zeros((batch, needed), jnp.float32),
+      expert_ids=experts if sample.record_experts else None,
       cache=cache,
       keys=jax.random.split(key, batch),
   )
@@ -202,7 +216,16 @@ def _generate(
       mask=state.mask,
       logprobs=state.logprobs,
       truncated=~state.done,
+      expert_ids=state.expert_ids,
   )
+
+
+def _clear_padding(experts, lengths, needed):
+  """Returns the prompts' experts, 0 on padding, in room for completions."""
+  live = jnp.arange(experts.shape[1]) < lengths[:, None]
+  experts = jnp.where(live[:, :, None, None], experts, 0)
+  room = needed - experts.shape[1]
+  return jnp.pad(experts, ((0, 0), (0, room), (0, 0), (0, 0)))
 
 
 def _live_lengths(prompt_length, cache_length, config):
@@ -227,10 +250,16 @@ def _decode_while_shorter(
     return fits & more
 
   def body(state):
-    hidden, cache = transformer.decode_step(
+    hidden, cache, experts = transformer.decode_step(
         config, params, state.token, quantizer, state.cache, live
     )
-    state = dataclasses.replace(state, cache=cache)
+    expert_ids = state.expert_ids
+    if expert_ids is not None and experts is not None:
+      rows = jnp.arange(state.token.size)
+      end = expert_ids.shape[1]  # beyond it, nothing is written
+      at = (rows, jnp.where(state.done, end, state.cache.lengths))
+      expert_ids = expert_ids.at[at].set(experts[:, 0], mode='drop')
+    state = dataclasses.replace(state, cache=cache, expert_ids=expert_ids)
     return _sample_token(params, hidden, state, temperature, sample)
 
   return lax.while_loop(running, body, state)

@@ -71,14 +71,13 @@ class InteropTest(parameterized.TestCase):
   def test_tools_read_the_values_that_we_wrote(self, name):
     case = _CASES[name]
     modules = converted(case) if case['source'] else encoded(name, case)
-    rules = formulas.TOOLS[case['layout'], case['format']]
     values = np.load(_VALUES)
     for module, tensors in modules.items():
       q = layouts.decode(tensors, case['layout'], case['format'], module)
       ours = np.asarray(qtensor.dequantize(q, np.float32))
-      for tool in case['tools']:
-        found = values[f'{name}__{tool}__{module}']
-        if rules[tool] == 'multiplies':
+      for rule in case['read_by']:
+        found = values[f'{name}__{rule}__{module}']
+        if rule == 'multiplies':
           np.testing.assert_array_equal(ours, found)
           continue
         np.testing.assert_array_equal(formulas.divided(tensors), found)

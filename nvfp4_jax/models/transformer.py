@@ -195,6 +195,8 @@ def forward(
     quantizer: policy.Quantizer,
     *,
     quantized: policy.ParamTree | None = None,
+    expert_ids: jax.Array | None = None,
+    remat: bool = False,
 ) -> jax.Array:
   """Returns the last hidden states, all positions at once (teacher-forced).
 
@@ -205,13 +207,26 @@ def forward(
     quantizer: decides the precision of every linear.
     quantized: `quantize_params(quantizer, params)`, where the caller has it;
       computed here by default.
+    expert_ids: `[B, T, L, k]` integers, the experts of each token in each of
+      the L layers that have experts, to be replayed; None to choose them.
+    remat: compute the inside of a layer again for its gradient, instead of
+      keeping it.
 
   Returns:
     `[B, T, D]` of `config.dtype`, normalized; `logits` makes logits of them.
   """
   positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-  hidden, _ = _run(
-      config, params, tokens, positions, quantizer, quantized, None, None
+  if expert_ids is not None:
+    expert_ids = jnp.moveaxis(expert_ids.astype(jnp.int32), 2, 0)
+  hidden, _, _ = _run(
+      config,
+      params,
+      tokens,
+      positions,
+      quantizer,
+      quantized=quantized,
+      expert_ids=expert_ids,
+      remat=remat,
   )
   return hidden
 
@@ -223,7 +238,7 @@ def prefill(
     lengths: jax.Array,
     quantizer: policy.Quantizer,
     cache: kv_cache.KVCache,
-) -> tuple[jax.Array, kv_cache.KVCache]:
+) -> tuple[jax.Array, kv_cache.KVCache, jax.Array | None]:
   """Runs prompts and fills the cache.
 
   Args:
@@ -235,14 +250,15 @@ def prefill(
     cache: an empty cache of at least P positions.
 
   Returns:
-    Hidden states `[B, D]` of each row's last token, and the cache.
+    Hidden states `[B, D]` of each row's last token, the cache, and the experts
+    `[B, P, L, k]` int32 that were chosen; None in a model without.
   """
   positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-  hidden, cache = _run(
-      config, params, tokens, positions, quantizer, None, cache, None
+  hidden, cache, experts = _run(
+      config, params, tokens, positions, quantizer, cache=cache
   )
   last = jnp.take_along_axis(hidden, lengths[:, None, None] - 1, axis=1)
-  return last[:, 0], dataclasses.replace(cache, lengths=lengths)
+  return last[:, 0], dataclasses.replace(cache, lengths=lengths), experts
 
 
 def decode_step(
@@ -252,7 +268,7 @@ def decode_step(
     quantizer: policy.Quantizer,
     cache: kv_cache.KVCache,
     live: int,
-) -> tuple[jax.Array, kv_cache.KVCache]:
+) -> tuple[jax.Array, kv_cache.KVCache, jax.Array | None]:
   """Runs one more token of every row.
 
   Args:
@@ -265,19 +281,20 @@ def decode_step(
       must be below it.
 
   Returns:
-    Hidden states `[B, D]` and the cache with lengths one longer.
+    Hidden states `[B, D]`, the cache with lengths one longer, and the experts
+    `[B, 1, L, k]` int32 that were chosen; None in a model without.
   """
-  hidden, cache = _run(
+  hidden, cache, experts = _run(
       config,
       params,
       tokens[:, None],
       cache.lengths[:, None],
       quantizer,
-      None,
-      cache,
-      live,
+      cache=cache,
+      live=live,
   )
-  return hidden[:, 0], dataclasses.replace(cache, lengths=cache.lengths + 1)
+  cache = dataclasses.replace(cache, lengths=cache.lengths + 1)
+  return hidden[:, 0], cache, experts
 
 
 def logits(params: policy.ParamTree, hidden: jax.Array) -> jax.Array:
@@ -287,35 +304,64 @@ def logits(params: policy.ParamTree, hidden: jax.Array) -> jax.Array:
   return matmul.unquantized_matmul(x, table, dtype=hidden.dtype)
 
 
-def _run(config, params, tokens, positions, quantizer, quantized, cache, live):
-  """Runs all layers; `live` is None but in a decode step."""
+def _run(
+    config,
+    params,
+    tokens,
+    positions,
+    quantizer,
+    *,
+    quantized=None,
+    cache=None,
+    live=None,
+    expert_ids=None,
+    remat=False,
+) -> tuple[jax.Array, Any, jax.Array | None]:
+  """Runs all layers; `live` is None but in a decode step.
+
+  Returns:
+    Hidden states, cache, and experts `[B, T, L, k]` or None.
+  """
   if quantized is None and not _holds_qtensors(params):
     quantized = policy.quantize_params(quantizer, params)
   all_precisions = policy.segment_precisions(quantizer.policy, params)
   rope = _rope(config, tokens, positions, cache)
   x = layers.embed(tokens, params['embed_tokens'], config.dtype)
-  layer = jnp.int32(0)
+  layer, all_experts = jnp.int32(0), []
   for i, (segment, precisions) in enumerate(
       zip(params['layers'], all_precisions, strict=True)
   ):
     segment_q = {} if quantized is None else _qtensors(quantized['layers'][i])
+    replayed = None
+    if expert_ids is not None and 'mlp.gate' in segment:
+      length = segment['mlp.gate'].shape[0]
+      replayed, expert_ids = expert_ids[:length], expert_ids[length:]
 
     def body(carry, weights, precisions=precisions):
       x, cache, layer = carry
-      weights = layers.LayerWeights(weights[0], weights[1], precisions)
+      params, quantized, experts = weights
+      weights = layers.LayerWeights(params, quantized, precisions)
       with jax.named_scope('attention'):
         y, cache = _attention(
             config, weights, x, positions, rope, cache, layer, live
         )
       x = layers.add(x, y)
       with jax.named_scope('mlp'):
-        x = layers.add(x, _mlp(config, weights, x))
-      return (x, cache, layer + 1), None
+        y, experts = _mlp(config, weights, x, experts)
+      return (layers.add(x, y), cache, layer + 1), experts
 
-    (x, cache, layer), _ = lax.scan(
-        body, (x, cache, layer), (segment, segment_q)
+    (x, cache, layer), experts = lax.scan(
+        jax.checkpoint(body) if remat else body,
+        (x, cache, layer),
+        (segment, segment_q, replayed),
     )
-  return layers.rms_norm(x, params['norm'], config.norm_eps), cache
+    if experts is not None:
+      all_experts.append(experts)
+  experts = jnp.concatenate(all_experts) if all_experts else None
+  if experts is not None:
+    experts = jnp.moveaxis(experts, 0, 2)
+  x = layers.rms_norm(x, params['norm'], config.norm_eps)
+  return x, cache, experts
 
 
 def _attention(config, weights, x, positions, rope, cache, layer, live):
@@ -342,16 +388,20 @@ def _attention(config, weights, x, positions, rope, cache, layer, live):
   return layers.linear(y, weights, 'self_attn.o_proj'), cache
 
 
-def _mlp(config, weights, x):
+def _mlp(config, weights, x, experts):
+  """Returns the MLP of `x`, and the experts `[B, T, k]` or None."""
   gain = weights.params['post_attention_layernorm']
   h = layers.rms_norm(x, gain, config.norm_eps).reshape(-1, x.shape[-1])
   if 'mlp.gate' not in weights.params:
-    return layers.mlp(h, weights, 'mlp').reshape(x.shape)
-  y = layers.moe(h, weights, config.experts_per_token, config.router)
+    return layers.mlp(h, weights, 'mlp').reshape(x.shape), None
+  k = config.experts_per_token
+  if experts is not None:
+    experts = experts.reshape(-1, k)
+  y, experts = layers.moe(h, weights, k, config.router, experts)
   if config.shared_expert_dim:
     y = y + layers.mlp(h, weights, 'mlp.shared_experts').astype(jnp.float32)
   y = exact.to_bfloat16(y) if x.dtype == jnp.bfloat16 else y
-  return y.reshape(x.shape)
+  return y.reshape(x.shape), experts.reshape(*x.shape[:2], k)
 
 
 def _rope(config, tokens, positions, cache):

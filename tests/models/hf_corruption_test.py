@@ -30,9 +30,8 @@ from nvfp4_jax import recipes
 from nvfp4_jax import safetensors
 from nvfp4_jax.models import hf
 from tests import safetensors_oracle as oracle
+from tests.models import folder_mutations
 
-_CONFIG = 'config.json'
-_HF_QUANT = 'hf_quant_config.json'
 _FOLDERS = ('single', 'sharded', 'modelopt', 'compressed_tensors')
 _MUTATIONS_A_FOLDER = 500
 _EXPERTS = 3
@@ -44,13 +43,6 @@ _opened: list[str] | None = None
 def _record_open(event, args):
   if event == 'open' and _opened is not None:
     _opened.append(args[0])
-
-
-@dataclasses.dataclass(frozen=True)
-class _Link:
-  """A symbolic link; 'fifo' and 'folder' stand for what is no file at all."""
-
-  target: str
 
 
 def _raw_config(layers):
@@ -110,7 +102,7 @@ def _write_folder(folder, layers, shards):
       for name, shape in _shapes(layers).items()
   }
   folder.mkdir()
-  (folder / _CONFIG).write_text(json.dumps(_raw_config(layers)))
+  (folder / folder_mutations.CONFIG).write_text(json.dumps(_raw_config(layers)))
   if shards == 1:
     safetensors.write_file(folder / safetensors.SINGLE, tensors)
     return
@@ -166,9 +158,9 @@ class CorruptionTest(parameterized.TestCase):
       path.unlink(missing_ok=True)
     if isinstance(content, bytes):
       path.write_bytes(content)
-    elif content == _Link('fifo'):
+    elif content == folder_mutations.Link('fifo'):
       os.mkfifo(path)
-    elif content == _Link('folder'):
+    elif content == folder_mutations.Link('folder'):
       path.mkdir()
     elif content is not None:
       path.symlink_to(content.target)
@@ -208,7 +200,7 @@ class CorruptionTest(parameterized.TestCase):
 
   def assert_loaded(self, config, params):
     """Asserts that the model is what the files say."""
-    raw = json.loads((self.folder / _CONFIG).read_text())
+    raw = json.loads((self.folder / folder_mutations.CONFIG).read_text())
     rope = raw.get('rope_parameters') or raw.get('rope_scaling') or {}
     self.assertEqual(config.norm_eps, raw['rms_norm_eps'])
     self.assertEqual(config.experts_per_token, raw['num_experts_per_tok'])
@@ -299,7 +291,7 @@ class FuzzTest(CorruptionTest):
     counts = collections.Counter()
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for i in range(_MUTATIONS_A_FOLDER):
-      kind = _MUTATIONS[i % len(_MUTATIONS)]
+      kind = folder_mutations.MUTATIONS[i % len(folder_mutations.MUTATIONS)]
       changed = kind(original, rng, self.outside)
       verify = not has_manifest or rng.random() < 0.3
       for file, content in changed.items():
@@ -318,13 +310,17 @@ class FuzzTest(CorruptionTest):
               data = (self.folder / file).read_bytes()
               self.assertEqual(data, original.get(file, data))
       except Exception as error:
-        error.add_note(f'{kind.__name__} {i}: {_show(original, changed)}')
+        error.add_note(
+            f'{kind.__name__} {i}: {folder_mutations.show(original, changed)}'
+        )
         raise
       for file in changed:
         self.put(file, original.get(file))
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory
     self.assertLess(grown, 200 << 10)  # in KiB
-    self.assertLen({kind for kind, _ in counts}, len(_MUTATIONS))
+    self.assertLen(
+        {kind for kind, _ in counts}, len(folder_mutations.MUTATIONS)
+    )
     for outcome in ('refused', 'read'):
       total = sum(n for (_, how), n in counts.items() if how == outcome)
       self.assertGreater(total, _MUTATIONS_A_FOLDER // 10, counts)
@@ -405,9 +401,11 @@ class QuantizedTest(CorruptionTest):
   )
   def test_a_wrong_description_is_named(self, key, value):
     self.place('compressed_tensors')
-    raw = json.loads(self.originals['compressed_tensors'][_CONFIG])
+    raw = json.loads(
+        self.originals['compressed_tensors'][folder_mutations.CONFIG]
+    )
     raw['quantization_config'][key] = value
-    self.put(_CONFIG, json.dumps(raw).encode())
+    self.put(folder_mutations.CONFIG, json.dumps(raw).encode())
     self.assert_refused(key, repr(value))
 
 
@@ -427,7 +425,7 @@ class HugeTest(CorruptionTest):
   def test_a_huge_number_costs_neither_memory_nor_time(self, key):
     self.place('single')
     raw = _raw_config(1) | {key: 2**39}
-    self.put(_CONFIG, json.dumps(raw).encode())
+    self.put(folder_mutations.CONFIG, json.dumps(raw).encode())
     start = time.monotonic()
     tracemalloc.start()
     try:
@@ -445,7 +443,9 @@ class HugeTest(CorruptionTest):
   def test_all_layers_in_one_name_are_refused(self):
     """As many layers as the file has tensors, of names that look right."""
     self.place('single')
-    header, data = _split(self.originals['single'][safetensors.SINGLE])
+    header, data = folder_mutations.split(
+        self.originals['single'][safetensors.SINGLE]
+    )
     header = json.loads(header)
     end = len(data)
     for i in range(1, 2000):
@@ -454,9 +454,9 @@ class HugeTest(CorruptionTest):
           'shape': [0],
           'data_offsets': [end, end],
       }
-    self.put(safetensors.SINGLE, _file(header, data))
+    self.put(safetensors.SINGLE, folder_mutations.to_file(header, data))
     raw = _raw_config(1) | {'num_hidden_layers': 2000}
-    self.put(_CONFIG, json.dumps(raw).encode())
+    self.put(folder_mutations.CONFIG, json.dumps(raw).encode())
     start = time.monotonic()
     result = self.load(verify=True)
     self.assertRegex(str(result), "'model.layers.1.*shape")
@@ -466,12 +466,14 @@ class HugeTest(CorruptionTest):
 class OutsideTest(CorruptionTest):
 
   @parameterized.parameters(
-      _CONFIG, safetensors.INDEX, 'model-00002-of-00002.safetensors'
+      folder_mutations.CONFIG,
+      safetensors.INDEX,
+      'model-00002-of-00002.safetensors',
   )
   def test_a_link_out_of_the_folder_is_refused(self, file):
     self.place('sharded')
     for target in (str(self.outside / file), f'../outside/{file}'):
-      self.put(file, _Link(target))
+      self.put(file, folder_mutations.Link(target))
       result = self.load(verify=True)
       self.assertIsInstance(result, files.CheckpointError)
       self.assertRegex(str(result), f"'{file}' leads out of")
@@ -480,7 +482,7 @@ class OutsideTest(CorruptionTest):
     self.place('sharded')
     shard = 'model-00002-of-00002.safetensors'
     self.put('blob', self.originals['sharded'][shard])
-    self.put(shard, _Link('blob'))
+    self.put(shard, folder_mutations.Link('blob'))
     self.assert_loaded(*self.load(verify=True))
 
   @parameterized.parameters(
@@ -517,367 +519,6 @@ class OutsideTest(CorruptionTest):
     result = self.load(verify=True)
     self.assertRegex(str(result), 'outside/config.json')
     self.assert_loaded(*self.load(verify=False))
-
-
-def _show(original, changed):
-  """Returns what a mutation changed, for an error message."""
-  result = {}
-  for file, content in changed.items():
-    if isinstance(content, bytes) and len(content) > 3000:
-      content = f'{len(content)} bytes, {len(original.get(file, b""))} before'
-    result[file] = content
-  return result
-
-
-def _split(data):
-  end = 8 + int.from_bytes(data[:8], 'little')
-  return data[8:end], data[end:]
-
-
-def _raw(header, data):
-  return len(header).to_bytes(8, 'little') + header + data
-
-
-def _file(header, data):
-  return _raw(json.dumps(header).encode(), data)
-
-
-def _shards(original):
-  return [name for name in original if name.endswith('.safetensors')]
-
-
-def _shard(original, rng):
-  return rng.choice(_shards(original))
-
-
-def _junk(rng) -> Any:
-  """Returns a JSON value that hardly fits."""
-  nested: Any = 0
-  for _ in range(rng.choice([1, 3, 300])):
-    nested = rng.choice([[nested], {'weights': nested}])
-  return rng.choice(
-      [
-          *(None, True, False, 0, 1, 2, 3, -1, 4, 8, 16, 127),
-          *(2**31, 2**39, 2**40, 2**63, 2**64, -(2**63), 10**400),
-          *(0.0, -0.0, 0.5, 1.0, 1.5, -2.0, 1e300, 1e-300, float('nan')),
-          *('', 'x', '1', '..', '../outside/model.safetensors', '/dev/zero'),
-          *('model.safetensors', 'llama', 'glm4_moe', 'fp8', 'MXFP8', 'yarn'),
-          *('\ud800', 'ü\0', 'x' * 500, [], {}, [0], ['x'], {'x': 0}),
-          nested,
-      ]
-  )
-
-
-def _change_json(value, rng):
-  """Replaces, removes, adds or swaps something at any depth, in place."""
-  inner = [v for v in _children(value) if isinstance(v, dict | list) and v]
-  if inner and rng.random() < 0.6:
-    _change_json(rng.choice(inner), rng)
-    return
-  if isinstance(value, list):
-    at = rng.randrange(len(value))
-    value[at : at + rng.randrange(2)] = [_junk(rng)] * rng.randrange(2)
-    return
-  key = rng.choice(list(value))
-  how = rng.random()
-  if how < 0.6:
-    value[key] = _junk(rng)
-  elif how < 0.75:
-    del value[key]
-  elif how < 0.9:
-    other = rng.choice(list(value))
-    value[key], value[other] = value[other], value[key]
-  else:
-    value[rng.choice(['', 'x', f'{key}x'])] = value.pop(key)
-
-
-def _children(value):
-  return value.values() if isinstance(value, dict) else value
-
-
-def _json_of(original, file, rng):
-  value = json.loads(original[file])
-  _change_json(value, rng)
-  return {file: json.dumps(value).encode()}
-
-
-def _edit_text(data, rng):
-  """Inserts, deletes or replaces characters."""
-  changed = bytearray(data)
-  for _ in range(rng.randint(1, 3)):
-    at = rng.randrange(len(changed))
-    text = rng.choice([*'0123456789-+.eE"\\{}[],: \n', 'F', 'null', '\xff'])
-    changed[at : at + rng.randrange(2)] = text.encode('latin-1')
-  return bytes(changed)
-
-
-def _flip(data, rng, end=None):
-  changed = bytearray(data)
-  changed[rng.randrange(end or len(data))] ^= 1 << rng.randrange(8)
-  return bytes(changed)
-
-
-def _flip_a_bit_of_a_header(original, rng, outside):
-  del outside
-  name = _shard(original, rng)
-  header, _ = _split(original[name])
-  return {name: _flip(original[name], rng, 8 + len(header))}
-
-
-def _flip_a_bit_of_a_tensor(original, rng, outside):
-  del outside
-  name = _shard(original, rng)
-  header, data = _split(original[name])
-  return {name: _raw(header, _flip(data, rng))}
-
-
-def _edit_a_header(original, rng, outside):
-  del outside
-  name = _shard(original, rng)
-  header, data = _split(original[name])
-  return {name: _raw(_edit_text(header, rng), data)}
-
-
-def _change_a_header(original, rng, outside):
-  """Another dtype, shape or name, or two tensors that change places."""
-  del outside
-  name = _shard(original, rng)
-  text, data = _split(original[name])
-  header = json.loads(text)
-  one, other = rng.choices([n for n in header if n[0] != '_'], k=2)
-  how = rng.randrange(5)
-  if how == 0:
-    dtypes = [*oracle.DTYPES, 'F16', 'F16', 'C64', '', None, 0]
-    header[one]['dtype'] = rng.choice(dtypes)
-  elif how == 1:
-    rng.choice([header[one]['shape'], header[one]['data_offsets']]).reverse()
-  elif how == 2:
-    header[one], header[other] = header[other], header[one]
-  elif how == 3:
-    stem, _, tail = one.rpartition('.')
-    renamed = [
-        *('', 'x', '__metadata__', f'{stem}.bias', f'{one}.weight'),
-        *(f'model.layers.{n}.x' for n in ('9' * 5000, '1', '-1', '٣', '01')),
-        one.replace('experts.0', 'experts.3'),
-        f'model.layers.0.self_attn.rotary_emb.inv_freq.{tail}',
-    ]
-    header[rng.choice(renamed)] = header.pop(one)
-  else:
-    _change_json(header, rng)
-  return {name: _file(header, data)}
-
-
-def _cut_or_extend(original, rng, outside):
-  del outside
-  name = rng.choice(list(original))
-  data = original[name]
-  if rng.random() < 0.7:
-    return {name: data[: rng.randrange(len(data))]}
-  return {name: data + rng.choice([rng.randbytes(rng.randint(1, 9)), b' \n'])}
-
-
-def _remove_or_add(original, rng, outside):
-  del outside
-  name = rng.choice(list(original))
-  extra = [
-      {name: None},
-      {safetensors.SINGLE: rng.choice(list(original.values()))},
-      {safetensors.INDEX: b'{"weight_map": {}}'},
-      {_HF_QUANT: b'{"quantization": {"quant_algo": "NVFP4"}}'},
-      {_HF_QUANT: b'{"quantization": []}'},
-      {files.MANIFEST: b'{"files": {}}'},
-      {'pytorch_model.bin': b'', 'other.safetensors': b''},
-      {'.hidden': b'', 'generation_config.json': b'{'},
-  ]
-  return rng.choice(extra)
-
-
-def _swap_files(original, rng, outside):
-  """Shards, or a shard and another file, change places."""
-  del outside
-  one, other = rng.sample(list(original), 2)
-  if len(_shards(original)) > 1 and rng.random() < 0.5:
-    one, other = rng.sample(_shards(original), 2)
-  return {one: original[other], other: original[one]}
-
-
-def _swap_bytes(original, rng, outside):
-  """Two pieces of the tensors change places; headers stay."""
-  del outside
-  name = _shard(original, rng)
-  header, data = _split(original[name])
-  size = rng.choice([2, 16, 512])
-  at, to = rng.sample(range(0, len(data) - size, size), 2)
-  changed = bytearray(data)
-  changed[at : at + size] = data[to : to + size]
-  changed[to : to + size] = data[at : at + size]
-  return {name: _raw(header, bytes(changed))}
-
-
-def _change_the_config(original, rng, outside):
-  del outside
-  return _json_of(original, _CONFIG, rng)
-
-
-def _change_a_value_of_the_config(original, rng, outside):
-  """Values of the right kind; some are harmless."""
-  del outside
-  raw = json.loads(original[_CONFIG])
-  for _ in range(rng.randint(1, 2)):
-    key, values = rng.choice(
-        [
-            ('rms_norm_eps', [1e-5, 1, 0, -1e-6, 10**400]),
-            ('rope_theta', [1e6, 1e4, 0, '1']),
-            (
-                'rope_parameters',
-                [None, {}, {'rope_theta': 1e6}, {'rope_theta': 1}],
-            ),
-            (
-                'rope_scaling',
-                [None, {}, {'type': 'default'}, {'type': 'llama3'}],
-            ),
-            ('norm_topk_prob', [True, False, 1, 'yes']),
-            ('num_experts_per_tok', [1, 2, 3, 4, 0]),
-            ('num_local_experts', [3, 2, 4, 0, 2**39]),
-            ('num_experts', [3, 2, None, 0]),
-            ('tie_word_embeddings', [True, False, None]),
-            ('num_hidden_layers', [1, 2, 3, 0, 2**39]),
-            ('num_nextn_predict_layers', [0, 1, 2**39, '1', [1], -1]),
-            ('hidden_size', [16, 32, 2**39]),
-            ('vocab_size', [8, 9, 2**39]),
-            ('attention_bias', [True, False, 0]),
-            (
-                'model_type',
-                ['llama', 'qwen3', 'qwen3_moe', 'glm4_moe', '', None],
-            ),
-            ('torch_dtype', ['float16', None, 3]),
-            ('quantization_config', [None, {}, [], {'quant_method': 'fp8'}]),
-            ('x', [_junk(rng)]),
-        ]
-    )
-    raw[key] = rng.choice(values)
-  return {_CONFIG: json.dumps(raw).encode()}
-
-
-def _change_the_quantization(original, rng, outside):
-  """What is said of quantized weights, in either place."""
-  raw = json.loads(original[_CONFIG])
-  described = raw.get('quantization_config')
-  if described is None:
-    raw['quantization_config'] = rng.choice(
-        [
-            _junk(rng),
-            {'quant_method': 'modelopt', 'quant_algo': _junk(rng)},
-            {'quant_method': 'modelopt', 'quant_algo': 'NVFP4'},
-            {'quant_method': 'compressed-tensors', 'format': _junk(rng)},
-            {'quant_method': 'fp8', 'weight_block_size': _junk(rng)},
-            {'quant_method': _junk(rng)},
-        ]
-    )
-    return {_CONFIG: json.dumps(raw).encode()}
-  how = rng.random()
-  if _HF_QUANT in original and how < 0.4:
-    # It counts where config.json is silent.
-    del raw['quantization_config']
-    return {
-        _CONFIG: json.dumps(raw).encode(),
-        **_json_of(original, _HF_QUANT, rng),
-    }
-  if how < 0.5:
-    return _json_of(original, rng.choice([_CONFIG, files.MANIFEST]), rng)
-  if how < 0.7:
-    key = rng.choice(list(described))
-    described[key] = _junk(rng)
-  else:
-    _change_json(described, rng)
-  return {_CONFIG: json.dumps(raw).encode()}
-
-
-def _change_the_index(original, rng, outside):
-  if safetensors.INDEX not in original:
-    name = rng.choice([safetensors.SINGLE, '../outside/model.safetensors'])
-    header = json.loads(_split(original[safetensors.SINGLE])[0])
-    weight_map = {n: name for n in header if n != '__metadata__'}
-    value = {'weight_map': weight_map}
-    if rng.random() < 0.5:
-      _change_json(value, rng)
-    return {safetensors.INDEX: json.dumps(value).encode()}
-  value = json.loads(original[safetensors.INDEX])
-  weight_map = value['weight_map']
-  name = rng.choice(list(weight_map))
-  how = rng.randrange(6)
-  if how == 0:
-    weight_map[name] = rng.choice(
-        [
-            *_shards(original),
-            *(f'../outside/{shard}' for shard in _shards(original)),
-            str(outside / _shards(original)[0]),
-            *('..', '', 'x.safetensors', 'config.json', '\0.safetensors'),
-        ]
-    )
-  elif how == 1:
-    weight_map[name] = _junk(rng)
-  elif how == 2:
-    del weight_map[name]
-  elif how == 3:
-    weight_map[rng.choice(['x', '', f'{name}x'])] = weight_map[name]
-  elif how == 4:
-    value['metadata'] = _junk(rng)
-  else:
-    _change_json(value, rng)
-  return {safetensors.INDEX: json.dumps(value).encode()}
-
-
-def _edit_json_text(original, rng, outside):
-  """Changes characters, or says a key twice."""
-  del outside
-  name = rng.choice([n for n in original if n.endswith('.json')])
-  data = original[name]
-  if rng.random() < 0.3:
-    key = rng.choice(list(json.loads(data)))
-    twice = f'{{{json.dumps(key)}: {json.dumps(_junk(rng))}, '.encode()
-    return {name: twice + data.lstrip()[1:]}
-  return {name: _edit_text(data, rng)}
-
-
-def _make_a_link(original, rng, outside):
-  """A link, or something that is no file, in place of a file."""
-  name = rng.choice(list(original))
-  target = rng.choice(
-      [
-          str(outside / name),
-          f'../outside/{name}',
-          f'../model/{name}x',
-          name,
-          '/dev/zero',
-          '/proc/self/environ',
-          'fifo',
-          'folder',
-          'kept',
-          'kept',
-      ]
-  )
-  # Within the folder, a link is as good as the file.
-  kept = {'kept': original[name]} if target == 'kept' else {}
-  return {name: _Link(target), **kept}
-
-
-_MUTATIONS = (
-    _flip_a_bit_of_a_header,
-    _flip_a_bit_of_a_tensor,
-    _edit_a_header,
-    _change_a_header,
-    _cut_or_extend,
-    _remove_or_add,
-    _swap_files,
-    _swap_bytes,
-    _change_the_config,
-    _change_a_value_of_the_config,
-    _change_the_quantization,
-    _change_the_index,
-    _edit_json_text,
-    _make_a_link,
-)
 
 
 if __name__ == '__main__':
