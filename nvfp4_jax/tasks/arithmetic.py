@@ -53,7 +53,7 @@ class Arithmetic:
   seed: int
 
   vocab_size = VOCAB_SIZE
-  eos = EOS
+  eos_ids = (EOS,)
 
   def __post_init__(self):
     if self.rule not in RULES:

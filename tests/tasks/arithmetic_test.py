@@ -64,8 +64,10 @@ class ProblemTest(parameterized.TestCase):
       tokens = {*problem.prompt, *problem.answer}
       self.assertBetween(min(tokens), 1, task.vocab_size - 1)
       self.assertBetween(max(tokens), 1, task.vocab_size - 1)
-      self.assertEqual(problem.answer.index(task.eos), len(problem.answer) - 1)
-      self.assertNotIn(task.eos, problem.prompt)
+      self.assertEqual(
+          problem.answer.index(task.eos_ids[0]), len(problem.answer) - 1
+      )
+      self.assertNotIn(task.eos_ids[0], problem.prompt)
 
   @parameterized.product(rule=_RULES, digits=(1, 2))
   def test_splits_are_disjoint(self, rule, digits):
@@ -114,11 +116,11 @@ class RewardTest(parameterized.TestCase):
           answer[:-1],  # no EOS
           answer[1:],
           answer[:1],
-          [task.eos],
-          [*answer, task.eos],
+          [task.eos_ids[0]],
+          [*answer, task.eos_ids[0]],
           [*answer, 0],
           [other, *answer[1:]],
-          [*answer[:-1], answer[0], task.eos],
+          [*answer[:-1], answer[0], task.eos_ids[0]],
       ):
         self.assertEqual(task.reward(problem, wrong), 0.0, wrong)
 
