@@ -18,6 +18,10 @@ class PolicyMismatchError(ValueError):
   """A checkpoint was written under another precision policy."""
 
 
+class DataMismatchError(ValueError):
+  """A checkpoint was written with another data file."""
+
+
 def save(
     directory: pathlib.Path, step: int, arrays: Any, record: dict[str, Any]
 ) -> None:

@@ -1,27 +1,22 @@
-"""The synchronous loop: sample, reward, advantage, update, sync.
+"""The synchronous loop: sample, reward, advantage, update, sync."""
 
-Everything random is derived from (seed, step), and problems from a cursor, so
-that a run that was killed goes on exactly as if it had not been.
-"""
-
-from collections.abc import Sequence
+from collections.abc import Mapping
 import dataclasses
 import time
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from nvfp4_jax import diagnostics
 from nvfp4_jax import exact
 from nvfp4_jax import policy
 from nvfp4_jax import qtensor
-from nvfp4_jax import sampler
 from nvfp4_jax import tasks
 from nvfp4_jax.models import config as model_config
 from nvfp4_jax.rl import advantages
 from nvfp4_jax.rl import learner
+from nvfp4_jax.rl import rollouts
 from nvfp4_jax.rl import types
 
 type Row = dict[str, float | int]
@@ -33,30 +28,29 @@ class LoopConfig:
 
   Attributes:
     model: the model.
+    rollout: how rollouts are made.
     optimizer: the optimizer.
-    grpo: the loss.
-    prompts_per_step: problems of a rollout.
-    group_size: completions of each problem.
+    grpo: what is learned from them.
+    memory: how updates are computed.
     updates_per_rollout: optimizer updates on each rollout, each on all of it.
-    temperature: of sampling, and of the learner's log-probs.
     seed: of sampling.
   """
 
   model: model_config.ModelConfig
+  rollout: rollouts.RolloutConfig
   optimizer: learner.OptimizerConfig
-  grpo: learner.GRPOConfig
-  prompts_per_step: int
-  group_size: int
+  grpo: learner.GRPOConfig = learner.GRPOConfig()
+  memory: learner.MemoryConfig = learner.MemoryConfig()
   updates_per_rollout: int = 1
-  temperature: float = 1.0
   seed: int = 0
 
   def __post_init__(self):
-    for name in ('prompts_per_step', 'group_size', 'updates_per_rollout'):
-      if getattr(self, name) < 1:
-        raise ValueError(f'{name} {getattr(self, name)} is below 1.')
-    if not self.temperature > 0:
-      raise ValueError(f'temperature {self.temperature} is not positive.')
+    if self.updates_per_rollout < 1:
+      raise ValueError(
+          f'updates_per_rollout {self.updates_per_rollout} is below 1.'
+      )
+    if self.rollout.replay_experts and not self.model.num_experts:
+      raise ValueError('replay_experts: the model has no experts.')
 
 
 class Quantizers(NamedTuple):
@@ -114,102 +108,73 @@ def _layer_stats(masters, q):
   return jax.vmap(diagnostics.quantization_stats)(exact.to_bfloat16(masters), q)
 
 
-def rollout(
-    cfg: LoopConfig,
-    task: tasks.Task,
-    quantizer: policy.Quantizer,
-    params: policy.ParamTree,
-    cursor: int,
-    version: int,
-    step: int,
-) -> tuple[types.Rollout, sampler.Completions]:
-  """Samples a group of completions for the next problems and rewards them.
-
-  Args:
-    cfg: the run.
-    task: makes problems and rewards.
-    quantizer: the sampler's.
-    params: `Synced.sampler`.
-    cursor: index of the first training problem.
-    version: learner step of the weights.
-    step: index of the rollout, for randomness.
-  """
-  problems = [
-      task.problem('train', cursor + i) for i in range(cfg.prompts_per_step)
-  ]
-  rows = [problem for problem in problems for _ in range(cfg.group_size)]
-  completions = _complete(cfg, task, quantizer, params, rows, step, None)
-  shape = completions.tokens.shape
-  return (
-      types.Rollout(
-          tokens=completions.tokens,
-          completion_mask=completions.mask,
-          sampler_logprobs=completions.logprobs,
-          temperature=jnp.float32(cfg.temperature),
-          rewards=jnp.asarray(_rewards(task, rows, completions), jnp.float32),
-          group=jnp.repeat(
-              jnp.arange(cfg.prompts_per_step, dtype=jnp.int32), cfg.group_size
-          ),
-          version=jnp.full(shape, version, jnp.int32),
-      ),
-      completions,
-  )
-
-
 def train_rollout(
     cfg: LoopConfig,
     task: tasks.Task,
     quantizers: Quantizers,
-    reference: policy.ParamTree,
+    references: Mapping[str, policy.ParamTree],
     state: types.TrainState,
     synced: Synced,
+    cursor: int,
     step: int,
-) -> tuple[types.TrainState, Synced, Row]:
+    *,
+    score: rollouts.Score | None = None,
+) -> tuple[types.TrainState, Synced, int, Row]:
   """Samples one rollout and makes the updates on it.
 
   Args:
     cfg: the run.
     task: makes problems and rewards.
     quantizers: of both sides.
-    reference: bfloat16 tree of the reference policy, for `ref_kl`.
+    references: trees of the reference policy: `bf16` in bfloat16, whose KL is
+      `ref_kl` and may be a term of the loss, and `quantized` as the learner
+      first ran it, whose KL is `ref_kl_quantized`; the latter may be absent.
     state: donated.
     synced: `sync(quantizers, state.params)`.
-    step: index of the rollout; the data cursor follows from it.
+    cursor: index of the next problem.
+    step: index of the rollout, for randomness.
+    score: see `rollouts.collect`.
 
   Returns:
-    State and synced weights after the updates, and the row of metrics. Means
-    are over updates, but for the mismatch, which is that of the first.
+    State and synced weights after the updates, the cursor, and the row of
+    metrics. Means are over updates, but for the mismatch, which is that of the
+    first.
   """
   start = time.perf_counter()
   version = int(state.step)
-  cursor = step * cfg.prompts_per_step
-  rolled, completions = rollout(
-      cfg, task, quantizers.sampler, synced.sampler, cursor, version, step
+  collected = rollouts.collect(
+      cfg.model,
+      cfg.rollout,
+      task,
+      quantizers.sampler,
+      synced.sampler,
+      cursor=cursor,
+      version=version,
+      step=step,
+      seed=cfg.seed,
+      score=score,
   )
-  old_logprobs = None
-  if cfg.updates_per_rollout > 1:
-    old_logprobs = learner.logprobs(
-        cfg.model,
-        state.params,
-        quantizers.learner,
-        synced.learner,
-        rolled.tokens,
-        cfg.temperature,
-    )
+  rolled = collected.rollout
   batch = types.Batch(
       rollout=rolled,
-      advantages=advantages.group_relative(rolled.rewards, rolled.group),
-      old_logprobs=old_logprobs,
-      ref_logprobs=learner.logprobs(
-          cfg.model,
-          reference,
-          policy.Quantizer(policy.BF16),
-          reference,
-          rolled.tokens,
-          cfg.temperature,
+      advantages=advantages.compute(
+          cfg.grpo.advantage,
+          rolled.rewards,
+          rolled.group,
+          valid=rolled.valid,
+          mask=rolled.completion_mask,
+      ),
+      old_logprobs=None,
+      ref_logprobs=_logprobs(
+          cfg, references['bf16'], policy.Quantizer(policy.BF16), None, rolled
       ),
   )
-  history = []
+  if cfg.updates_per_rollout > 1 or cfg.memory.micro_batches > 1:
+    old = _logprobs(
+        cfg, state.params, quantizers.learner, synced.learner, rolled
+    )
+    batch = dataclasses.replace(batch, old_logprobs=old)
+  history, extra = [], _rollout_metrics(cfg, quantizers, references, batch)
   for _ in range(cfg.updates_per_rollout):
     staleness = int(state.step) - version
     state, metrics = learner.train_step(
@@ -220,98 +185,61 @@ def train_rollout(
         quantizers.learner,
         synced.learner,
         batch,
+        memory=cfg.memory,
     )
     synced = sync(quantizers, state.params)
     row = {name: float(value) for name, value in metrics.items()}
     history.append({**row, 'staleness': staleness})
+  trained = int(np.sum(np.asarray(rolled.completion_mask)))
   seconds = time.perf_counter() - start
-  return state, synced, _row(history, rolled, completions, step, seconds)
-
-
-def evaluate(
-    cfg: LoopConfig,
-    task: tasks.Task,
-    quantizer: policy.Quantizer,
-    params: policy.ParamTree,
-    problems: int,
-) -> Row:
-  """Returns exact-match accuracy on the first held-out problems.
-
-  Batches have the shape of a rollout, so that nothing new is compiled; the
-  number of problems is rounded up to full batches.
-
-  Args:
-    cfg: the run.
-    task: makes problems and rewards.
-    quantizer: the sampler's.
-    params: `Synced.sampler`.
-    problems: how many.
-
-  Returns:
-    `pass_at_1`, one sample each at the run's temperature, and
-    `greedy_accuracy`.
-  """
-  batch = cfg.prompts_per_step * cfg.group_size
-  sampled, greedy = [], []
-  for start in range(0, problems, batch):
-    rows = [task.problem('held_out', start + i) for i in range(batch)]
-    for rewards, temperature in ((sampled, None), (greedy, 0.0)):
-      completions = _complete(
-          cfg, task, quantizer, params, rows, -1 - start, temperature
-      )
-      rewards.extend(_rewards(task, rows, completions))
-  return {
-      'pass_at_1': float(np.mean(sampled)),
-      'greedy_accuracy': float(np.mean(greedy)),
+  row = {
+      'step': step,
+      **collected.counts,
+      **_merge(history),
+      **extra,
+      'problems': collected.cursor,
+      'tokens_per_second': trained / seconds,
+      'seconds': seconds,
   }
+  return state, synced, collected.cursor, row
 
 
-def _complete(cfg, task, quantizer, params, problems, step, temperature):
-  prompts, lengths = sampler.pad_prompts([p.prompt for p in problems])
-  if temperature is None:
-    temperature = cfg.temperature
-  # Steps are rollouts where they count up from 0, evaluations where negative.
-  key = jax.random.fold_in(jax.random.key(cfg.seed), np.uint32(step % 2**32))
-  return sampler.generate(
+def _logprobs(cfg, params, quantizer, quantized, rolled):
+  return learner.logprobs(
       cfg.model,
       params,
       quantizer,
-      prompts,
-      lengths,
-      key,
-      sampler.SampleConfig(task.max_answer_tokens, (task.eos,), temperature),
+      params if quantized is None else quantized,
+      rolled.tokens,
+      cfg.rollout.temperature,
+      expert_ids=rolled.expert_ids,
+      micro_batches=cfg.memory.micro_batches,
   )
 
 
-def _rewards(
-    task: tasks.Task,
-    problems: Sequence[tasks.arithmetic.Problem],
-    completions: sampler.Completions,
-) -> list[float]:
-  tokens, mask = np.asarray(completions.tokens), np.asarray(completions.mask)
-  return [
-      task.reward(problem, row[live].tolist())
-      for problem, row, live in zip(problems, tokens, mask, strict=True)
-  ]
+def _rollout_metrics(cfg, quantizers, references, batch):
+  """Returns what is said of a rollout before it is learned from."""
+  rolled = batch.rollout
+  groups = advantages.group_metrics(rolled.rewards, rolled.group, rolled.valid)
+  row = {name: float(value) for name, value in groups.items()}
+  if 'quantized' in references:
+    tree = references['quantized']
+    row['ref_kl_quantized'] = float(
+        diagnostics.kl_k3(
+            _logprobs(cfg, tree, quantizers.learner, None, rolled),
+            rolled.sampler_logprobs,
+            rolled.completion_mask,
+        )
+    )
+  return row
 
 
-def _row(history, rolled, completions, step, seconds):
-  mean = lambda name: float(np.mean([row[name] for row in history]))
-  trained = int(np.sum(np.asarray(rolled.completion_mask)))
+def _merge(history):
+  """Returns the mean of each metric over the updates on a rollout."""
   first = history[0]
   return {
-      'step': step,
-      'reward': float(np.mean(np.asarray(rolled.rewards))),
-      'grad_norm': mean('grad_norm'),
-      'entropy': mean('entropy'),
-      'mismatch_abs_logprob': first['mismatch_abs_logprob'],
-      'mismatch_kl': first['mismatch_kl'],
-      'ref_kl': mean('ref_kl'),
-      'clip_fraction': mean('clip_fraction'),
-      'tis_weight_mean': mean('tis_weight_mean'),
-      'staleness': mean('staleness'),
-      'response_length': trained / rolled.rewards.size,
-      'truncated_fraction': float(np.mean(np.asarray(completions.truncated))),
-      'tokens_per_second': trained / seconds,
-      'seconds': seconds,
+      name: first[name]
+      if name.startswith('mismatch')
+      else float(np.mean([row[name] for row in history]))
+      for name in first
   }

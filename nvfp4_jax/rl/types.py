@@ -18,6 +18,10 @@ class Rollout:
     rewards: `[B]` float32.
     group: `[B]` int32 in [0, B), which rows answer the same problem.
     version: `[B, T]` int32, learner step of the weights that made each token.
+    valid: `[B]` bool, rows whose reward counts; None if all do. The others have
+      left their group, and are not in `completion_mask`.
+    expert_ids: `[B, T, L, k]` int32, the experts that each token went to while
+      it was sampled, for the learner to replay; None if it chooses its own.
   """
 
   tokens: jax.Array
@@ -27,6 +31,8 @@ class Rollout:
   rewards: jax.Array
   group: jax.Array
   version: jax.Array
+  valid: jax.Array | None = None
+  expert_ids: jax.Array | None = None
 
 
 @struct.dataclass

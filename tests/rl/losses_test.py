@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from nvfp4_jax.rl import losses
+from tests.rl import numpy_oracle
 
 # Compiling dominates the time of these tests, so that they share shapes.
 _surrogate = functools.partial(
@@ -172,6 +173,197 @@ class TokenMeanTest(chex.TestCase):
     chex.assert_trees_all_equal(
         mean(jnp.where(_MASK, values, bad), _MASK), mean(values, _MASK)
     )
+
+
+_CONFIGS = (
+    losses.LossConfig('ppo'),
+    losses.LossConfig('ppo', dual_clip=1.5),
+    losses.LossConfig('gspo', 0.05, 0.1),
+    losses.LossConfig('cispo', clip_eps_high=0.3),
+    losses.LossConfig('tbpo', 0.05, 0.1, dual_clip=1.2),
+)
+
+
+class SurrogateTest(chex.TestCase):
+
+  @parameterized.product(config=_CONFIGS, scale=(0.3, 30.0))
+  def test_equals_the_oracle_with_its_gradient(self, config, scale):
+    flags = ('clipped_low', 'clipped_high', 'clipped_dual')
+    for seed in range(5):
+      batch = numpy_oracle.ragged(seed, scale=scale)
+      got, gradient = _of_config(config, *batch)
+      want = numpy_oracle.surrogate(
+          config.kind,
+          *batch[:2],
+          np.broadcast_to(batch[2][:, None], batch[3].shape),
+          batch[3],
+          config.clip_eps,
+          config.clip_eps_high,
+          config.dual_clip,
+      )
+      np.testing.assert_allclose(got.loss, want['loss'], rtol=5e-5, atol=1e-6)
+      np.testing.assert_allclose(
+          gradient, want['gradient'], rtol=5e-5, atol=1e-6
+      )
+      for name in flags:
+        np.testing.assert_array_equal(getattr(got, name), want[name], name)
+      clipped = np.any([want[name] for name in flags], axis=0)
+      np.testing.assert_array_equal(got.clipped, clipped)
+      self.assertEqual(int(got.ratio_clamped), want['ratio_clamped'])
+
+  def test_dual_clip_by_hand(self):
+    # Ratio, advantage, loss, gradient, low, high, dual.
+    cases = np.array(
+        [
+            (4.0, -1.0, 3.0, 0.0, 0, 0, 1),  # by -3 A, not by -4 A
+            (2.0, -1.0, 2.0, 2.0, 0, 0, 0),
+            (0.5, -1.0, 0.8, 0.0, 1, 0, 0),
+            (4.0, 1.0, -1.28, 0.0, 0, 1, 0),  # not for good ones
+            (4.0, 0.0, 0.0, 0.0, 0, 0, 0),
+        ]
+    ).T[:, None]
+    ratio, advantage, loss, gradient, low, high, dual = cases
+    got, got_gradient = _of_config(
+        losses.LossConfig(dual_clip=3.0),
+        np.float32(np.log(ratio)),
+        np.zeros((1, 5), np.float32),
+        np.float32(advantage),
+        np.ones((1, 5), bool),
+    )
+    np.testing.assert_allclose(got.loss, loss, rtol=1e-6)
+    np.testing.assert_allclose(got_gradient, gradient, rtol=1e-6)
+    np.testing.assert_array_equal(got.clipped_low, low)
+    np.testing.assert_array_equal(got.clipped_high, high)
+    np.testing.assert_array_equal(got.clipped_dual, dual)
+
+  def test_gspo_has_the_gradient_of_the_sequence_ratio(self):
+    config = losses.LossConfig('gspo', 0.05, 0.1)
+    new, old, advantage, mask = numpy_oracle.ragged(0, scale=0.1)
+
+    def plain(new):
+      gap = jnp.where(mask, new - old, 0.0)
+      count = np.maximum(mask.sum(axis=1), 1)
+      s = jnp.exp(gap.sum(axis=1) / count)
+      clipped = jnp.clip(s, 1 - 0.05, 1 + 0.1) * advantage
+      return -jnp.sum(jnp.minimum(s * advantage, clipped)[mask.any(axis=1)]) / 5
+
+    def ours(new):
+      got = losses.surrogate(config, new, old, advantage, mask)
+      return losses.aggregate(got.loss, mask, 'seq_mean_token_mean')
+
+    self.assertEqual(np.sum(mask.any(axis=1)), 5)
+    want, want_gradient = jax.value_and_grad(plain)(jnp.asarray(new))
+    got, gradient = jax.value_and_grad(ours)(jnp.asarray(new))
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    np.testing.assert_allclose(
+        gradient[mask], want_gradient[mask], rtol=1e-4, atol=1e-7
+    )
+
+  def test_tbpo_keeps_negative_advantages_within_the_band(self):
+    config = losses.LossConfig('tbpo', 0.1, 0.2, dual_clip=1.3)
+    ratio = np.array([0.8, 0.95, 1.25, 1.4])[:, None]
+    mask = np.ones((4, 1), bool)
+    got, gradient = _of_config(
+        config, np.float32(np.log(ratio)), 0 * ratio, -np.ones(4), mask
+    )
+    want = np.array([[0.9], [0.95], [1.25], [1.3]])
+    np.testing.assert_allclose(got.loss, want, rtol=1e-6)
+    inside = np.array([[False], [True], [True], [False]])
+    np.testing.assert_allclose(gradient, want * inside, rtol=1e-6)
+    # A good one is clipped as in GSPO.
+    got, _ = _of_config(
+        config, np.float32(np.log(ratio)), 0 * ratio, np.ones(4), mask
+    )
+    np.testing.assert_allclose(
+        got.loss, [[-0.8], [-0.95], [-1.2], [-1.2]], rtol=1e-6
+    )
+
+  def test_cispo_never_loses_a_gradient(self):
+    config = losses.LossConfig('cispo')
+    old = np.full((1, 3), -2.0, np.float32)
+    new = np.float32(old + np.log([[0.01, 2.0, 50.0]]))
+    mask = np.ones((1, 3), bool)
+    got, gradient = _of_config(config, new, old, np.ones(1), mask)
+    np.testing.assert_allclose(gradient, [[-0.01, -2.0, -5.0]], rtol=1e-5)
+    np.testing.assert_array_equal(got.clipped, [[False, False, True]])
+
+  @parameterized.product(config=_CONFIGS, log_ratio=(200.0, 1e4))
+  def test_report_a12_ratios_are_held_and_counted(self, config, log_ratio):
+    # +x with advantage 0; -x with advantage 1; masked and +x: one a batch.
+    for x, advantage, live, count in (
+        (log_ratio, 0.0, True, 1),
+        (-log_ratio, 1.0, True, 1),
+        (log_ratio, -1.0, True, 1),
+        (log_ratio, -1.0, False, 0),
+    ):
+      batch = (
+          np.float32([[x], [-1.0]]),
+          np.float32([[0.0], [-1.0]]),
+          np.float32([advantage, 3.0]),
+          np.array([[live], [True]]),
+      )
+      got, gradient = _of_config(config, *batch)
+      self.assertEqual(int(got.ratio_clamped), count)
+      self.assertTrue(np.all(np.isfinite(got.loss)))
+      self.assertTrue(np.all(np.isfinite(gradient)))
+      self.assertEqual(float(gradient[1, 0]), -3.0)
+      if not live or config.kind != 'cispo':
+        self.assertEqual(float(gradient[0, 0]), 0.0)
+
+  @parameterized.parameters(*_CONFIGS)
+  def test_values_under_the_mask_change_no_bit(self, config):
+    batch = [np.nan_to_num(x) for x in numpy_oracle.ragged(1)[:3]]
+    mask = numpy_oracle.ragged(1)[3]
+    batch[2] = np.broadcast_to(batch[2][:, None], mask.shape)
+    want = _of_config(config, *batch, mask)
+    for argument in range(3):
+      for bad in (np.nan, np.inf, -np.inf, 1e30):
+        given = list(batch)
+        given[argument] = np.where(mask, batch[argument], np.float32(bad))
+        got = _of_config(config, *given, mask)
+        chex.assert_trees_all_equal(got, want)
+    np.testing.assert_array_equal(got[1][~mask], 0)
+
+  @parameterized.parameters(*_CONFIGS)
+  def test_on_policy_it_is_the_policy_gradient(self, config):
+    new, _, advantage, mask = numpy_oracle.ragged(2)
+    got, gradient = _of_config(config, new, new, advantage, mask)
+    want = np.where(mask, -advantage[:, None], 0)
+    np.testing.assert_array_equal(gradient, want)
+    self.assertFalse(np.any(got.clipped))
+    self.assertEqual(int(got.ratio_clamped), 0)
+
+  # The value of cispo is not what its gradient is of.
+  @parameterized.parameters(*(c for c in _CONFIGS if c.kind != 'cispo'))
+  def test_is_the_gradient_where_smooth(self, config):
+    new, old, advantage, mask = numpy_oracle.ragged(3, (3, 4), scale=0.02)
+    new, old = (np.where(mask, x, 0) for x in (new, old))
+    if config.kind != 'ppo':  # Their token form has the gradient of the mean.
+      mask = mask & (np.cumsum(mask, axis=1) == 1)
+    loss = jax.jit(
+        lambda new: jnp.sum(
+            losses.surrogate(config, new, old, advantage, mask).loss
+        )
+    )
+    test_util.check_grads(
+        loss, (new,), order=1, modes=['rev'], atol=1e-3, rtol=1e-2, eps=1e-2
+    )
+
+  def test_nothing_trained_gives_zero(self):
+    for config in _CONFIGS:
+      batch = numpy_oracle.ragged(0)[:3]
+      got, gradient = _of_config(config, *batch, np.zeros((6, 9), bool))
+      for leaf in jax.tree.leaves((got, gradient)):
+        np.testing.assert_array_equal(leaf, np.zeros_like(leaf))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _of_config(config, new, old, advantage, mask):
+  new, old, advantage = (
+      jnp.asarray(x, jnp.float32) for x in (new, old, advantage)
+  )
+  fn = lambda new: losses.surrogate(config, new, old, advantage, mask)
+  return fn(new), jax.grad(lambda new: jnp.sum(fn(new).loss))(new)
 
 
 def _loss_and_gradient(new, old, advantage, mask):
