@@ -79,7 +79,7 @@ $(VENV)/.setup-demo: pyproject.toml constraints.txt
 
 # What serves development serves the demo too, hence both stamps.
 $(VENV)/.setup-dev: pyproject.toml constraints.txt
-	@$(call install,plots$(comma)gguf$(comma)dev)
+	@$(call install,plots$(comma)gguf$(comma)tensorboard$(comma)dev)
 	@touch $(VENV)/.setup-demo $@
 
 # torch comes first and alone, so that what follows takes it as it is.

@@ -1,20 +1,28 @@
-"""GRPO under one recipe, and beside it under others from the same warm start.
+"""GRPO under one recipe, and beside it under others from the same start.
 
     python -m experiments.grpo smoke
     python -m experiments.grpo demo                # make demo; minutes on CPU
     python -m experiments.grpo nvfp4_final --seed=1
+    python -m experiments.grpo smollm2 --task.digits=1 --recipe=bf16
     python -m experiments.grpo resume runs/demo
 
-The warm start (experiments.sft) has learned wrong facts; reinforcement corrects
-them. A run writes metrics.jsonl, checkpoints and figures/ to its workdir;
+The start is a warm start (experiments.sft) that has learned wrong facts, which
+reinforcement corrects, or a Hugging Face folder (`--checkpoint`) with a task of
+text. A run writes metrics.jsonl, checkpoints and figures/ to its workdir;
 recipes in `compare` do so in a subfolder each. diagnostics.jsonl holds a row
 for every quantized weight every `diagnostics_interval` steps.
+
+SIGTERM ends a run with a checkpoint and exit code 0. Steps whose gradient is
+not finite are skipped; after `max_skipped` in a row the run ends with a
+checkpoint and exit code 3.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+import contextlib
 import dataclasses
 import pathlib
 import sys
+from typing import Any
 
 import jax
 import numpy as np
@@ -27,10 +35,20 @@ from nvfp4_jax import config
 from nvfp4_jax import policy
 from nvfp4_jax import recipes
 from nvfp4_jax import tasks
+from nvfp4_jax import tokenizer
 from nvfp4_jax.models import config as model_config
+from nvfp4_jax.models import hf
 from nvfp4_jax.models import transformer
+from nvfp4_jax.rl import evaluation
 from nvfp4_jax.rl import learner
 from nvfp4_jax.rl import loop
+from nvfp4_jax.rl import rollouts
+from nvfp4_jax.rl import text_tasks
+from nvfp4_jax.tasks import rewards
+
+_NOT_FINITE = 3  # exit code
+# Mean exp|log-prob gap| above which NeMo-RL's guide takes a run for broken.
+_HEALTHY_MISMATCH = 1.05
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,28 +58,45 @@ class Config:
   workdir: pathlib.Path = pathlib.Path('runs/grpo')
   recipe: str = 'nvfp4_final'
   compare: tuple[str, ...] = ()  # recipes to run too, for the same steps
+  checkpoint: pathlib.Path | None = None  # a Hugging Face folder to start from
   warm_start: pathlib.Path | None = None  # default: WORKDIR/warm_start
   supervised: sft.Config = sft.Config(steps=200, save_interval=100)
-  model: model_config.ModelConfig = model_config.tiny(16)
+  model: model_config.ModelConfig = model_config.tiny(16)  # of the warm start
   task: tasks.TaskConfig = tasks.TaskConfig()
+  max_answer_tokens: int = 64  # of a task of text; others know their own
   optimizer: learner.OptimizerConfig = learner.OptimizerConfig(
       learning_rate=1e-3
   )
   grpo: learner.GRPOConfig = learner.GRPOConfig()
-  steps: int = 40  # rollouts
-  prompts_per_step: int = 16
-  group_size: int = 8
+  rollout: rollouts.RolloutConfig = rollouts.RolloutConfig(
+      prompts_per_step=16, group_size=8
+  )
+  memory: learner.MemoryConfig = learner.MemoryConfig()
   updates_per_rollout: int = 1
-  temperature: float = 1.0
+  steps: int = 40  # rollouts
+  held_out: evaluation.EvalConfig = evaluation.EvalConfig()
   eval_interval: int = 10  # held-out accuracy every so many steps
-  eval_problems: int = 256
-  save_interval: int = 20
+  save_interval: int = 20  # 0: no checkpoints, and no way to resume
   diagnostics_interval: int = 10  # of diagnostics.jsonl, in steps; 0 for none
+  max_skipped: int = 5  # steps in a row whose gradient is not finite
+  reward_workers: int = 0  # processes that reward; 0: in this process
+  reward_timeout: float = 10.0  # seconds for one reward, in those processes
+  tensorboard: bool = False  # beside metrics.jsonl; extra `tensorboard`
+  wandb: str = ''  # project of Weights & Biases; needs its package
   seed: int = 0  # of warm start and sampling
 
   def __post_init__(self):
     for name in (self.recipe, *self.compare):
       recipes.get(name)
+    if self.checkpoint is not None and self.warm_start is not None:
+      raise ValueError('Give checkpoint or warm_start, not both.')
+    if (self.checkpoint is None) == self.task.is_text:
+      raise ValueError(
+          f'Task {self.task.name!r} and checkpoint {self.checkpoint}: tasks of'
+          ' text start from a checkpoint, and only they.'
+      )
+    if self.max_skipped < 1:
+      raise ValueError(f'max_skipped {self.max_skipped} is below 1.')
 
 
 def _preset(name, text, **changes):
@@ -81,10 +116,9 @@ PRESETS = {
         ),
         task=tasks.TaskConfig(digits=3),
         steps=4,
-        prompts_per_step=4,
-        group_size=4,
+        rollout=rollouts.RolloutConfig(prompts_per_step=4, group_size=4),
         eval_interval=2,
-        eval_problems=16,
+        held_out=evaluation.EvalConfig(problems=16),
         save_interval=2,
     ),
     **_preset(
@@ -92,21 +126,31 @@ PRESETS = {
         'What `make demo` runs: nvfp4_final, then bf16 and nvfp4_naive.',
         compare=('bf16', 'nvfp4_naive'),
     ),
+    **_preset(
+        'smollm2',
+        'SmolLM2-135M-Instruct adds numbers in chats; minutes on a GPU.',
+        checkpoint=pathlib.Path('models/smollm2'),
+        task=tasks.TaskConfig('chat_addition', digits=1),
+        max_answer_tokens=48,
+        optimizer=learner.OptimizerConfig(learning_rate=1e-5),
+        steps=100,
+        held_out=evaluation.EvalConfig(problems=128),
+    ),
 }
 for _name, _recipe in recipes.RECIPES.items():
   PRESETS |= _preset(_name, f'The demo under {_name} alone.', recipe=_name)
 
 
 def main(cfg: Config, log: run.Log) -> None:
-  """Warm start, then GRPO under each recipe; finished parts are skipped."""
-  warm = _warm_start(cfg)
-  train(cfg, warm, log)
+  """Starts, then GRPO under each recipe; finished parts are skipped."""
+  start = _start(cfg)
+  train(cfg, start, log)
   for name in cfg.compare:
     other = dataclasses.replace(
         cfg, workdir=cfg.workdir / name, recipe=name, compare=()
     )
     run.save_config(other.workdir, other)
-    train(other, warm, run.Log(other.workdir))
+    train(other, start, run.Log(other.workdir))
   runs = {name: [cfg.workdir / name] for name in cfg.compare}
   path = plots.grpo(
       {cfg.recipe: [cfg.workdir], **runs}, cfg.workdir / 'figures'
@@ -114,56 +158,155 @@ def main(cfg: Config, log: run.Log) -> None:
   print(f'Figure: {path}', file=sys.stderr)
 
 
-def train(cfg: Config, warm: policy.ParamTree, log: run.Log) -> None:
+@dataclasses.dataclass(frozen=True)
+class Start:
+  """What a run starts from.
+
+  Attributes:
+    model: the model.
+    params: its per-layer masters, on the host.
+    task: makes problems and rewards.
+    fingerprint: of the task's data file, if it has one.
+  """
+
+  model: model_config.ModelConfig
+  params: policy.ParamTree
+  task: tasks.Task
+  fingerprint: str | None
+
+
+def train(cfg: Config, start: Start, log: run.Log) -> None:
   """Runs GRPO under one recipe, from the last checkpoint if there is one."""
   recipe = recipes.get(cfg.recipe)
   quantizers = loop.Quantizers(
       policy.Quantizer(recipe.learner), policy.Quantizer(recipe.sampler)
   )
   segments = policy.segments(
-      (recipe.learner, recipe.sampler), transformer.param_paths(cfg.model)
+      (recipe.learner, recipe.sampler), transformer.param_paths(start.model)
   )
   stack = lambda tree: transformer.stack(tree, segments)
-  task, settings = cfg.task.make(), _loop_config(cfg)
-  state = learner.init_state(stack(warm), cfg.optimizer)
-  bf16 = policy.Quantizer(policy.BF16)
-  reference = policy.quantize_params(bf16, state.params)
-  saved_policy = config.to_json(recipe)
-
-  folder, start = cfg.workdir / 'checkpoints', 0
+  state = learner.init_state(stack(start.params), cfg.optimizer)
+  references = _references(quantizers, state.params)
+  fixed = {'policy': config.to_json(recipe), 'data': start.fingerprint}
+  folder = cfg.workdir / 'checkpoints'
+  position = {'step': 0, 'cursor': 0, 'skipped': 0}
   if checkpoint.latest_step(folder) is not None:
     like = transformer.map_params(transformer.unstack, state)
-    arrays, record = checkpoint.restore(folder, like, policy=saved_policy)
+    arrays, record = checkpoint.restore(folder, like, policy=fixed['policy'])
     state = transformer.map_params(stack, arrays)
-    start = record['step']
-  log.rewind(start)
+    position = _resumed(record, fixed, folder)
+  first = position['step']
+  log.rewind(first)
   weight_log = _WeightLog(cfg)
-  weight_log.rows.rewind(start)
+  weight_log.rows.rewind(first)
+  mismatch_warning = _MismatchWarning()
 
+  settings = _loop_config(cfg, start.model)
   synced = loop.sync(quantizers, state.params)
-  progress = run.Progress(cfg.recipe, cfg.steps, start)
-  for step in range(start, cfg.steps):
-    scores = {}
-    if step % cfg.eval_interval == 0:
-      scores = _evaluate(cfg, settings, task, quantizers, synced)
-    state, synced, row = loop.train_rollout(
-        settings, task, quantizers, reference, state, synced, step
+  progress = run.Progress(cfg.recipe, cfg.steps, first)
+  with (
+      _scorer(cfg, start.task) as score,
+      run.trackers(cfg, first) as track,
+      run.StopRequest() as stop,
+  ):
+    for step in range(first, cfg.steps):
+      evaluate = lambda tree: evaluation.evaluate(
+          start.model,
+          cfg.rollout,
+          cfg.held_out,
+          start.task,
+          quantizers.sampler,
+          tree,
+          seed=cfg.seed,
+          score=score,
+      )
+      scores = {}
+      if step % cfg.eval_interval == 0:
+        scores = evaluate(synced.sampler)
+      state, synced, cursor, row = loop.train_rollout(
+          settings,
+          start.task,
+          quantizers,
+          references,
+          state,
+          synced,
+          position['cursor'],
+          step,
+          score=score,
+      )
+      position = _advance(position, step, cursor, row)
+      done = position['step']
+      if done == cfg.steps:  # the last row is scored after its update
+        scores = evaluate(synced.sampler)
+      log(row | scores)
+      track(row | scores)
+      mismatch_warning(row)
+      if cfg.diagnostics_interval and step % cfg.diagnostics_interval == 0:
+        weight_log(step, loop.weight_stats(state.params, synced.sampler))
+      progress(
+          done,
+          f'reward {row["reward"]:.2f}'
+          f'  mismatch {row["mismatch_abs_logprob"]:.4f}',
+      )
+      broken = position['skipped'] >= cfg.max_skipped
+      last = done == cfg.steps or stop.requested or broken
+      if cfg.save_interval and (done % cfg.save_interval == 0 or last):
+        arrays = transformer.map_params(transformer.unstack, state)
+        checkpoint.save(folder, done, arrays, position | fixed)
+      if broken:
+        print(
+            f'The gradients of {position["skipped"]} steps in a row were not'
+            f' finite. Stopped behind step {step}, with a checkpoint.',
+            file=sys.stderr,
+        )
+        raise SystemExit(_NOT_FINITE)
+      if stop.requested:
+        print(
+            f'Stopped behind step {step}, with a checkpoint.', file=sys.stderr
+        )
+        raise SystemExit(0)
+
+
+def _references(quantizers, params):
+  """Returns the reference policy, in bfloat16 and as the learner runs it."""
+  bf16 = policy.Quantizer(policy.BF16)
+  references = {'bf16': policy.quantize_params(bf16, params)}
+  if quantizers.learner != bf16:
+    references['quantized'] = policy.quantize_params(quantizers.learner, params)
+  return references
+
+
+def _resumed(record, fixed, folder):
+  """Returns where a run goes on; what must not change has not changed."""
+  if record.get('data') != fixed['data']:
+    raise checkpoint.DataMismatchError(
+        f'The checkpoint in {folder} was made with the data file of SHA-256'
+        f' {record.get("data")}; it is now {fixed["data"]}.'
     )
-    done = step + 1
-    if done == cfg.steps:  # the last row is scored after its update
-      scores = _evaluate(cfg, settings, task, quantizers, synced)
-    log(row | scores)
-    if cfg.diagnostics_interval and step % cfg.diagnostics_interval == 0:
-      weight_log(step, loop.weight_stats(state.params, synced.sampler))
-    progress(
-        done,
-        f'reward {row["reward"]:.2f}'
-        f'  mismatch {row["mismatch_abs_logprob"]:.4f}',
-    )
-    if done % cfg.save_interval == 0 or done == cfg.steps:
-      arrays = transformer.map_params(transformer.unstack, state)
-      record = {'step': done, 'policy': saved_policy}
-      checkpoint.save(folder, done, arrays, record)
+  return {name: record[name] for name in ('step', 'cursor', 'skipped')}
+
+
+def _advance(position, step, cursor, row):
+  skipped = position['skipped'] + 1 if row['skipped'] else 0
+  return {'step': step + 1, 'cursor': cursor, 'skipped': skipped}
+
+
+class _MismatchWarning:
+  """Warns once, when the mismatch leaves the healthy range."""
+
+  def __init__(self):
+    self._warned = False
+
+  def __call__(self, row: Mapping[str, Any]) -> None:
+    value = row['token_mult_prob_error']
+    if value > _HEALTHY_MISMATCH and not self._warned:
+      self._warned = True
+      print(
+          f'Warning: mean exp|log-prob gap| is {value:.3f} in step'
+          f' {row["step"]}, above {_HEALTHY_MISMATCH}: sampler and learner are'
+          ' not one policy.',
+          file=sys.stderr,
+      )
 
 
 class _WeightLog:
@@ -188,23 +331,43 @@ class _WeightLog:
         )
 
 
-def _evaluate(cfg, settings, task, quantizers, synced):
-  return loop.evaluate(
-      settings, task, quantizers.sampler, synced.sampler, cfg.eval_problems
-  )
-
-
-def _loop_config(cfg):
+def _loop_config(cfg, model):
   return loop.LoopConfig(
-      model=cfg.model,
+      model=model,
+      rollout=cfg.rollout,
       optimizer=cfg.optimizer,
       grpo=cfg.grpo,
-      prompts_per_step=cfg.prompts_per_step,
-      group_size=cfg.group_size,
+      memory=cfg.memory,
       updates_per_rollout=cfg.updates_per_rollout,
-      temperature=cfg.temperature,
       seed=cfg.seed,
   )
+
+
+@contextlib.contextmanager
+def _scorer(cfg, task) -> Iterator[rollouts.Score | None]:
+  """Yields what rewards completions; None for this process."""
+  if not cfg.reward_workers:
+    yield None
+    return
+  with rewards.Pool(
+      task.reward, workers=cfg.reward_workers, timeout=cfg.reward_timeout
+  ) as pool:
+    yield pool.score
+
+
+def _start(cfg):
+  if cfg.checkpoint is None:
+    return Start(cfg.model, _warm_start(cfg), cfg.task.make(), None)
+  model, params = hf.load(cfg.checkpoint)
+  text = cfg.task.make_text()
+  task = text_tasks.TokenTask(
+      text,
+      tokenizer.load(cfg.checkpoint),
+      model.vocab_size,
+      cfg.max_answer_tokens,
+  )
+  masters = jax.tree.map(np.asarray, policy.dequantize_params(params))
+  return Start(model, masters, task, text.fingerprint)
 
 
 def _warm_start(cfg):

@@ -8,12 +8,16 @@ WORKDIR/metrics.jsonl. `resume` takes the run's own configuration; flags go on
 top.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+import contextlib
 import dataclasses
+import importlib
 import json
 import os
 import pathlib
+import signal
 import sys
+import threading
 import time
 from typing import Any, Protocol
 
@@ -78,6 +82,90 @@ class Progress:
     line = f'{self._name} {done}/{self._total}  {text}  left {left}'
     end = '\n' if done >= self._total or not self._live else '\r'
     print(line.ljust(79), end=end, file=sys.stderr, flush=True)
+
+
+class StopRequest:
+  """Notices SIGTERM, so that a run can end after the step that it is in.
+
+  A second SIGTERM ends the process at once.
+
+  Attributes:
+    requested: whether the signal has come.
+  """
+
+  def __init__(self):
+    self.requested = False
+    self._previous = None
+
+  def __enter__(self) -> 'StopRequest':
+    # Python delivers signals to the main thread only.
+    if threading.current_thread() is threading.main_thread():
+      self._previous = signal.signal(signal.SIGTERM, self._notice)
+    return self
+
+  def __exit__(self, *exc_info: object) -> None:
+    if self._previous is not None:
+      signal.signal(signal.SIGTERM, self._previous)
+      self._previous = None
+
+  def _notice(self, number, frame):
+    del frame
+    if self.requested:
+      signal.signal(number, signal.SIG_DFL)
+      signal.raise_signal(number)
+    self.requested = True
+    print('SIGTERM: stopping after this step.', file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def trackers(
+    cfg: Any, first_step: int
+) -> Iterator[Callable[[Mapping[str, Any]], None]]:
+  """Yields what hands a row to TensorBoard and Weights & Biases, as asked for.
+
+  metrics.jsonl stays the record of a run: these are copies.
+
+  Args:
+    cfg: has `workdir`, `tensorboard` and `wandb`.
+    first_step: rows from there on are written, perhaps again.
+  """
+  writer = tracker = None
+  if cfg.tensorboard:
+    writer = _optional('tensorboardX', '--tensorboard').SummaryWriter(
+        str(cfg.workdir / 'tensorboard'), purge_step=first_step
+    )
+  if cfg.wandb:
+    tracker = _optional('wandb', '--wandb').init(
+        project=cfg.wandb,
+        dir=str(cfg.workdir),
+        config=config.to_json(cfg),
+        name=str(cfg.workdir),
+    )
+
+  def track(row):
+    values = {name: value for name, value in row.items() if name != 'step'}
+    if writer is not None:
+      for name, value in values.items():
+        writer.add_scalar(name, value, row['step'])
+      writer.flush()
+    if tracker is not None:
+      tracker.log(values, step=row['step'])
+
+  try:
+    yield track
+  finally:
+    if writer is not None:
+      writer.close()
+    if tracker is not None:
+      tracker.finish()
+
+
+def _optional(package, flag):
+  """Returns a package that only a flag needs."""
+  try:
+    return importlib.import_module(package)
+  except ImportError as error:
+    raise SystemExit(f'{flag} needs: pip install {package}') from error
 
 
 def read_rows(path: pathlib.Path) -> list[dict[str, Any]]:
