@@ -54,6 +54,7 @@ FLAGS = (
     '--save_interval=2',
     '--diagnostics_interval=4',
     '--rollout.max_tries=2',
+    '--rollout.replay_experts=True',
 )
 
 
