@@ -193,7 +193,9 @@ def train(cfg: Config, start: Start, log: run.Log) -> None:
   if checkpoint.latest_step(folder) is not None:
     like = transformer.map_params(transformer.unstack, state)
     arrays, record = checkpoint.restore(folder, like, policy=fixed['policy'])
-    state = transformer.map_params(stack, arrays)
+    # On the host first: orbax commits arrays to a device, and for those every
+    # program would be compiled again.
+    state = transformer.map_params(stack, jax.tree.map(np.asarray, arrays))
     position = _resumed(record, fixed, folder)
   first = position['step']
   log.rewind(first)

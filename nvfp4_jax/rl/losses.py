@@ -86,16 +86,23 @@ class LossConfig:
     for name in self._unused():
       if (value := getattr(self, name)) != _DEFAULTS[name]:
         raise ValueError(f'{name} {value!r} is not used by {used_by}.')
-    for name, value in _CLIP[self.kind].items():
-      if getattr(self, name) is None:
-        object.__setattr__(self, name, value)
-    if self.kind == 'tbpo' and self.dual_clip is None:
-      object.__setattr__(self, 'dual_clip', 1.0 + (self.clip_eps_high or 0.0))
     for name, least in _LEAST.items():
       value = getattr(self, name)
       if value is not None and not value >= least:
         raise ValueError(f'{name} {value} is below {least}.')
     _check_norm_length(self.aggregation, self.norm_length)
+
+  @property
+  def bounds(self) -> tuple[float | None, float, float | None]:
+    """clip_eps, clip_eps_high and dual_clip, with the defaults of the kind."""
+    default = _CLIP[self.kind]
+    low, high = self.clip_eps, self.clip_eps_high
+    low = default.get('clip_eps') if low is None else low
+    high = default['clip_eps_high'] if high is None else high
+    dual = self.dual_clip
+    if dual is None and self.kind == 'tbpo':
+      dual = 1.0 + high
+    return low, high, dual
 
   def _unused(self):
     names = {'gspo': ['dual_clip'], 'cispo': ['clip_eps', 'dual_clip']}
@@ -203,8 +210,7 @@ def surrogate(
     log_ratio, held = ratios.hold_exponent(log_ratio, mask)
   else:
     log_ratio, held = _sequence_log_ratio(log_ratio, logprobs, mask)
-  bounds = config.clip_eps, config.clip_eps_high, config.dual_clip
-  return _clip(log_ratio, advantages, mask, *bounds, held)
+  return _clip(log_ratio, advantages, mask, *config.bounds, held)
 
 
 def token_mean(values: jax.Array, mask: jax.Array) -> jax.Array:
@@ -388,7 +394,7 @@ def _sequence_log_ratio(log_ratio, logprobs, mask):
 
 def _cispo(config, log_ratio, logprobs, advantages, mask):
   log_ratio, held = ratios.hold_exponent(lax.stop_gradient(log_ratio), mask)
-  ratio, highest = jnp.exp(log_ratio), 1.0 + config.clip_eps_high
+  ratio, highest = jnp.exp(log_ratio), 1.0 + config.bounds[1]
   clipped, none = mask & (ratio > highest), jnp.zeros_like(mask)
   return Surrogate(
       loss=-jnp.minimum(ratio, highest) * advantages * logprobs,

@@ -16,6 +16,8 @@ from absl.testing import parameterized
 from experiments import grpo
 from experiments import run
 from nvfp4_jax import config
+from nvfp4_jax.rl import corrections
+from nvfp4_jax.rl import losses
 
 
 @dataclasses.dataclass(frozen=True)
@@ -297,7 +299,8 @@ class GrpoFlagsTest(CommandLineTest):
         'nvfp4_final',
         '--optimizer.learning_rate=0.25',
         '--supervised.optimizer.learning_rate=0.75',
-        '--grpo.tis_cap=None',
+        '--grpo.correction.weights=none',
+        '--grpo.loss.kind=gspo',
         '--task.name=addition',
         f'--warm_start={self.root}',
     )
@@ -314,7 +317,11 @@ class GrpoFlagsTest(CommandLineTest):
             supervised,
             optimizer=replace(supervised.optimizer, learning_rate=0.75),
         ),
-        grpo=replace(smoke.grpo, tis_cap=None),
+        grpo=replace(
+            smoke.grpo,
+            correction=corrections.CorrectionConfig(weights='none'),
+            loss=losses.LossConfig('gspo'),
+        ),
         task=replace(smoke.task, name='addition'),
         warm_start=self.root,
     )

@@ -197,9 +197,7 @@ class SurrogateTest(chex.TestCase):
           *batch[:2],
           np.broadcast_to(batch[2][:, None], batch[3].shape),
           batch[3],
-          config.clip_eps,
-          config.clip_eps_high,
-          config.dual_clip,
+          *config.bounds,
       )
       np.testing.assert_allclose(got.loss, want['loss'], rtol=5e-5, atol=1e-6)
       np.testing.assert_allclose(

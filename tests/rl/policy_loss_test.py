@@ -34,11 +34,9 @@ class LossConfigTest(chex.TestCase):
       ('cispo', None, 4.0, None),
       ('tbpo', 3e-4, 4e-4, 1 + 4e-4),
   )
-  def test_defaults_are_written_into_the_fields(self, loss, low, high, dual):
+  def test_bounds_have_the_defaults_of_the_kind(self, loss, low, high, dual):
     config = losses.LossConfig(loss)
-    self.assertEqual(config.clip_eps, low)
-    self.assertEqual(config.clip_eps_high, high)
-    self.assertEqual(config.dual_clip, dual)
+    self.assertEqual(config.bounds, (low, high, dual))
     # So that a saved config says what ran, and can be read again.
     fields = dataclasses.asdict(config)
     self.assertEqual(losses.LossConfig(**fields), config)
