@@ -276,25 +276,36 @@ class KillTest(absltest.TestCase):
       args = ['smoke', f'--workdir={folder / name}', *flags]
       self.assertEqual(_start(args).wait(), 0)
     seconds = time.monotonic() - start
-    workdir = folder / 'killed'
-    command, kills = ['smoke', f'--workdir={workdir}', *flags], 0
-    for delay in np.random.default_rng(0).uniform(0.1, 1, size=20) * seconds:
+    whole = _timeless(run.read_rows(folder / 'whole' / 'metrics.jsonl'))
+    self.assertLen(whole, 12)
+    delays, kills, runs = np.random.default_rng(0), 0, 0
+    workdir = folder / 'killed0'
+    while kills < 20 or workdir.exists():
+      resume = (workdir / 'config.json').exists()
+      command = (
+          ['resume', str(workdir)]
+          if resume
+          else [
+              'smoke',
+              f'--workdir={workdir}',
+              *flags,
+          ]
+      )
       process = _start(command)
+      # After the twentieth kill, the run may end.
+      delay = delays.uniform(0.1, 1) * seconds if kills < 20 else None
       try:
         self.assertEqual(process.wait(timeout=delay), 0)
       except subprocess.TimeoutExpired:
         process.kill()
         self.assertEqual(process.wait(), -signal.SIGKILL)
         kills += 1
-      if (workdir / 'config.json').exists():
-        command = ['resume', str(workdir)]
-    self.assertGreater(kills, 9)
-    self.assertEqual(_start(command).wait(), 0)
-    rows = [
-        run.read_rows(folder / n / 'metrics.jsonl') for n in ('whole', 'killed')
-    ]
-    self.assertLen(rows[0], 12)
-    self.assertEqual(_timeless(rows[1]), _timeless(rows[0]))
+        continue
+      rows = run.read_rows(workdir / 'metrics.jsonl')
+      self.assertEqual(_timeless(rows), whole)
+      runs += 1
+      workdir = folder / f'killed{runs}'
+    self.assertGreater(runs, 0)
 
 
 def _start(args):
