@@ -225,6 +225,7 @@ def quantize_params(
     TypeError, ValueError: a weight that its format cannot hold, or one that
       lacks a linear it is fused with; it is named.
   """
+  dtype = jnp.dtype(dtype)
   all_precisions = segment_precisions(quantizer.policy, params)
   segments = list(_segments_of(params))
   prefixes = [

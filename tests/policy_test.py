@@ -135,6 +135,15 @@ class QuantizeParamsTest(parameterized.TestCase):
         policy.quantize_params(quantizer, rounded),
     )
 
+  @parameterized.parameters('bfloat16', 'float32')
+  def test_what_is_not_quantized_has_the_models_dtype(self, dtype):
+    # By name too, as configurations give it.
+    quantizer, params = self._stacked(DENSE)
+    for kind in (dtype, jnp.dtype(dtype)):
+      tree = policy.quantize_params(quantizer, params, dtype=kind)
+      last = [*tree['layers'][-1].values(), tree['embed_tokens']]
+      self.assertEqual({leaf.dtype for leaf in last}, {jnp.dtype(dtype)})
+
   def test_gate_and_up_share_the_global_scale_expert_by_expert(self):
     quantizer, params = self._stacked(MOE)
     segment = params['layers'][0]
