@@ -13,7 +13,6 @@ import contextlib
 import dataclasses
 import importlib
 import json
-import os
 import pathlib
 import signal
 import sys
@@ -24,6 +23,7 @@ from typing import Any, Protocol
 import tyro
 
 from nvfp4_jax import config
+from nvfp4_jax import files
 from nvfp4_jax import self_check
 
 
@@ -60,7 +60,7 @@ class Log:
 
   def _write(self, rows):
     text = ''.join(json.dumps(row) + '\n' for row in rows)
-    write_atomically(self.path, text)
+    files.write_atomically(self.path, text)
 
 
 class Progress:
@@ -176,18 +176,11 @@ def read_rows(path: pathlib.Path) -> list[dict[str, Any]]:
   return [json.loads(line) for line in lines[:-1] if line]
 
 
-def write_atomically(path: pathlib.Path, text: str) -> None:
-  """Replaces a file's content so that a kill leaves the old or the new."""
-  temporary = path.with_name(path.name + '.tmp')
-  temporary.write_text(text)
-  os.replace(temporary, path)
-
-
 def save_config(workdir: pathlib.Path, cfg: Any) -> None:
   """Writes WORKDIR/config.json."""
   workdir.mkdir(parents=True, exist_ok=True)
   text = json.dumps(config.to_json(cfg), indent=2) + '\n'
-  write_atomically(workdir / 'config.json', text)
+  files.write_atomically(workdir / 'config.json', text)
 
 
 def launch[C: Experiment](

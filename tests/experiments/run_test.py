@@ -16,6 +16,7 @@ from absl.testing import parameterized
 from experiments import grpo
 from experiments import run
 from nvfp4_jax import config
+from nvfp4_jax import files
 from nvfp4_jax.rl import corrections
 from nvfp4_jax.rl import losses
 
@@ -115,20 +116,20 @@ class WriteAtomicallyTest(WorkdirTest):
     self.path = self.root / 'file.txt'
 
   def test_replaces_the_content_and_leaves_nothing_else(self):
-    run.write_atomically(self.path, 'a longer text')
-    run.write_atomically(self.path, 'new')
+    files.write_atomically(self.path, 'a longer text')
+    files.write_atomically(self.path, 'new')
     self.assertEqual(self.path.read_text(), 'new')
     self.assertEqual(os.listdir(self.root), ['file.txt'])
 
   def test_a_kill_before_the_rename_leaves_the_old_content(self):
-    run.write_atomically(self.path, 'old')
+    files.write_atomically(self.path, 'old')
     with (
         mock.patch.object(os, 'replace', side_effect=KeyboardInterrupt),
         self.assertRaises(KeyboardInterrupt),
     ):
-      run.write_atomically(self.path, 'new')
+      files.write_atomically(self.path, 'new')
     self.assertEqual(self.path.read_text(), 'old')
-    run.write_atomically(self.path, 'new')
+    files.write_atomically(self.path, 'new')
     self.assertEqual(self.path.read_text(), 'new')
 
 
