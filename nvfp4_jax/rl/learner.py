@@ -137,10 +137,10 @@ def logprobs(
     )
     return new
 
-  parts = _split((tokens, expert_ids), micro_batches)
+  rows = (tokens, expert_ids)
   if micro_batches == 1:
-    return run((tokens, expert_ids))
-  return lax.map(run, parts).reshape(tokens.shape)
+    return run(rows)
+  return lax.map(run, _split(rows, micro_batches)).reshape(tokens.shape)
 
 
 @functools.partial(
