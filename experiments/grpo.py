@@ -20,6 +20,7 @@ checkpoint and exit code 3.
 from collections.abc import Iterator, Mapping
 import contextlib
 import dataclasses
+import json
 import pathlib
 import sys
 from typing import Any
@@ -32,6 +33,7 @@ from experiments import run
 from experiments import sft
 from nvfp4_jax import checkpoint
 from nvfp4_jax import config
+from nvfp4_jax import files
 from nvfp4_jax import policy
 from nvfp4_jax import recipes
 from nvfp4_jax import tasks
@@ -47,6 +49,7 @@ from nvfp4_jax.rl import text_tasks
 from nvfp4_jax.tasks import rewards
 
 _NOT_FINITE = 3  # exit code
+_GRADIENTS = 2**31  # beyond every step; `rollouts.step_key` has the others
 # Mean exp|log-prob gap| above which NeMo-RL's guide takes a run for broken.
 _HEALTHY_MISMATCH = 1.05
 
@@ -57,6 +60,8 @@ class Config:
 
   workdir: pathlib.Path = pathlib.Path('runs/grpo')
   recipe: str = 'nvfp4_final'
+  sampler_recipe: str | None = None  # another recipe, whose sampler is taken
+  variant: recipes.Variant = recipes.Variant()  # changes to the recipe
   compare: tuple[str, ...] = ()  # recipes to run too, for the same steps
   checkpoint: pathlib.Path | None = None  # a Hugging Face folder to start from
   warm_start: pathlib.Path | None = None  # default: WORKDIR/warm_start
@@ -87,7 +92,7 @@ class Config:
 
   def __post_init__(self):
     for name in (self.recipe, *self.compare):
-      recipes.get(name)
+      make_recipe(name, self.sampler_recipe, self.variant)
     if self.checkpoint is not None and self.warm_start is not None:
       raise ValueError('Give checkpoint or warm_start, not both.')
     if (self.checkpoint is None) == self.task.is_text:
@@ -97,6 +102,14 @@ class Config:
       )
     if self.max_skipped < 1:
       raise ValueError(f'max_skipped {self.max_skipped} is below 1.')
+
+
+def make_recipe(
+    name: str, sampler: str | None, variant: recipes.Variant
+) -> recipes.Recipe:
+  """Returns a recipe, with the sampler of another one and with changes."""
+  recipe = recipes.get(name) if sampler is None else recipes.pair(name, sampler)
+  return recipes.vary(recipe, variant)
 
 
 def _preset(name, text, **changes):
@@ -143,7 +156,7 @@ for _name, _recipe in recipes.RECIPES.items():
 
 def main(cfg: Config, log: run.Log) -> None:
   """Starts, then GRPO under each recipe; finished parts are skipped."""
-  start = _start(cfg)
+  start = load_start(cfg)
   train(cfg, start, log)
   for name in cfg.compare:
     other = dataclasses.replace(
@@ -177,13 +190,12 @@ class Start:
 
 def train(cfg: Config, start: Start, log: run.Log) -> None:
   """Runs GRPO under one recipe, from the last checkpoint if there is one."""
-  recipe = recipes.get(cfg.recipe)
-  quantizers = loop.Quantizers(
-      policy.Quantizer(recipe.learner), policy.Quantizer(recipe.sampler)
-  )
-  segments = policy.segments(
-      (recipe.learner, recipe.sampler), transformer.param_paths(start.model)
-  )
+  recipe = make_recipe(cfg.recipe, cfg.sampler_recipe, cfg.variant)
+  paths = transformer.param_paths(start.model)
+  recipes.check(recipe, paths)
+  _report_pair(cfg, recipe, paths)
+  quantizers = _quantizers(recipe, cfg.seed)
+  segments = policy.segments((recipe.learner, recipe.sampler), paths)
   stack = lambda tree: transformer.stack(tree, segments)
   state = learner.init_state(stack(start.params), cfg.optimizer)
   references = _references(quantizers, state.params)
@@ -203,7 +215,7 @@ def train(cfg: Config, start: Start, log: run.Log) -> None:
   weight_log.rows.rewind(first)
   mismatch_warning = _MismatchWarning()
 
-  settings = _loop_config(cfg, start.model)
+  settings = _loop_config(cfg, start.model, recipe)
   synced = loop.sync(quantizers, state.params)
   progress = run.Progress(cfg.recipe, cfg.steps, first)
   with (
@@ -273,7 +285,7 @@ def _references(quantizers, params):
   """Returns the reference policy, in bfloat16 and as the learner runs it."""
   bf16 = policy.Quantizer(policy.BF16)
   references = {'bf16': policy.quantize_params(bf16, params)}
-  if quantizers.learner != bf16:
+  if quantizers.learner.policy != bf16.policy:
     references['quantized'] = policy.quantize_params(quantizers.learner, params)
   return references
 
@@ -333,12 +345,36 @@ class _WeightLog:
         )
 
 
-def _loop_config(cfg, model):
+def _quantizers(recipe, seed):
+  key = None
+  if policy.is_stochastic(recipe.learner):
+    key = jax.random.fold_in(jax.random.key(seed), _GRADIENTS)
+  return loop.Quantizers(
+      policy.Quantizer(recipe.learner, key), policy.Quantizer(recipe.sampler)
+  )
+
+
+def _report_pair(cfg, recipe, paths):
+  """Writes WORKDIR/recipe.json; says where a pair is not one policy."""
+  unequal = recipes.differences(recipe, paths)
+  record = config.to_json(recipe) | {'differences': unequal}
+  text = json.dumps(record, indent=2) + '\n'
+  files.write_atomically(cfg.workdir / 'recipe.json', text.encode())
+  if unequal:
+    path, what = next(iter(unequal.items()))
+    print(
+        f'{recipe.name}: learner and sampler are unequal in {len(unequal)} of'
+        f' {len(paths)} places; {path}: {what}.',
+        file=sys.stderr,
+    )
+
+
+def _loop_config(cfg, model, recipe):
   return loop.LoopConfig(
       model=model,
       rollout=cfg.rollout,
       optimizer=cfg.optimizer,
-      grpo=cfg.grpo,
+      grpo=recipes.objective(recipe, cfg.grpo),
       memory=cfg.memory,
       updates_per_rollout=cfg.updates_per_rollout,
       seed=cfg.seed,
@@ -357,7 +393,8 @@ def _scorer(cfg, task) -> Iterator[rollouts.Score | None]:
     yield pool.score
 
 
-def _start(cfg):
+def load_start(cfg: Config) -> Start:
+  """Returns what a run starts from; a warm start is made if it is missing."""
   if cfg.checkpoint is None:
     return Start(cfg.model, _warm_start(cfg), cfg.task.make(), None)
   model, params = hf.load(cfg.checkpoint)

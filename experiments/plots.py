@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 import dataclasses
 import json
 import pathlib
+from typing import Any
 
 import matplotlib
 
@@ -149,6 +150,56 @@ def backward_modes(workdir: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
   axes[2].set(title='kept for the backward pass, MiB', yticks=[])
   axes[2].legend(frameon=False)
   return _save(figure, folder / 'backward_modes.png')
+
+
+def mismatch_matrix(
+    rows: Sequence[Mapping[str, Any]], folder: pathlib.Path
+) -> pathlib.Path:
+  """Draws the mean |log-prob gap| of every cell, a panel a cause.
+
+  Args:
+    rows: of experiments.mismatch_matrix, in the order of its cells.
+    folder: where `mismatch_matrix.png` is written.
+
+  Returns:
+    The picture's path.
+  """
+  causes = list(dict.fromkeys(row['cause'] for row in rows))
+  columns = min(3, len(causes))
+  count = -(-len(causes) // columns)
+  figure, axes = plt.subplots(
+      count,
+      columns,
+      figsize=(5 * columns, 2.6 * count),
+      layout='constrained',
+      squeeze=False,
+      sharex=True,
+  )
+  for axis in axes.flat[len(causes) :]:
+    axis.remove()
+  for axis, cause in zip(axes.flat, causes, strict=False):
+    cells = [row for row in rows if row['cause'] == cause][::-1]
+    axis.barh(
+        range(len(cells)),
+        [row['mean'] for row in cells],
+        xerr=[row['half_width'] for row in cells],
+        color=['C0' if row['equal'] else 'C1' for row in cells],
+    )
+    axis.set(
+        title=cause,
+        yticks=range(len(cells)),
+        yticklabels=[f'{r["learner"]} / {r["sampler"]}' for r in cells],
+        xlim=(0, None),
+    )
+    axis.tick_params(axis='y', labelsize=7)
+    axis.set_xscale('symlog', linthresh=1e-2)
+    axis.grid(alpha=0.3, axis='x')
+  figure.supxlabel(
+      'mean |learner - sampler log-prob|, nats; learner / sampler, blue where'
+      ' they are equal',
+      fontsize=9,
+  )
+  return _save(figure, folder / 'mismatch_matrix.png')
 
 
 def _is(row, name, distribution):

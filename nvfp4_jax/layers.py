@@ -21,6 +21,7 @@ from collections.abc import Mapping
 import dataclasses
 import functools
 from typing import Any, NamedTuple
+import zlib
 
 import jax
 from jax import lax
@@ -43,11 +44,13 @@ class LayerWeights(NamedTuple):
       QTensors in the sampler.
     quantized: QTensors by name for the masters that run quantized.
     precisions: MatmulPrecision by name, or None for bfloat16.
+    key: of gradients that are rounded stochastically; None where none are.
   """
 
   params: Mapping[str, Any]
   quantized: Mapping[str, qtensor.QTensor]
   precisions: Mapping[str, matmul.MatmulPrecision | None]
+  key: jax.Array | None = None
 
 
 def linear(
@@ -80,14 +83,26 @@ def _product(x, weights, name, group_sizes, xq):
   if precision is None:
     return matmul.unquantized_matmul(x, w, group_sizes, dtype=x.dtype)
   if isinstance(w, qtensor.QTensor):
-    w, wq = None, w
+    w, wq, key = None, w, None
   else:
     wq = weights.quantized[name]
+    key = _gradient_key(weights, name, precision)
   if group_sizes is None:
-    return matmul.quantized_matmul(x, w, precision, xq=xq, wq=wq)
+    return matmul.quantized_matmul(x, w, precision, xq=xq, wq=wq, key=key)
   return matmul.quantized_grouped_matmul(
-      x, w, group_sizes, precision, xq=xq, wq=wq
+      x, w, group_sizes, precision, xq=xq, wq=wq, key=key
   )
+
+
+def _gradient_key(weights, name, precision):
+  if precision.grad is None or precision.grad.rounding == 'nearest':
+    return None
+  if weights.key is None:
+    raise ValueError(
+        f'{name}: its gradients are rounded stochastically, but the quantizer'
+        ' has no key.'
+    )
+  return jax.random.fold_in(weights.key, zlib.crc32(name.encode()))
 
 
 def quantize_input(

@@ -31,6 +31,7 @@ from nvfp4_jax import formats
 from nvfp4_jax import kernels
 from nvfp4_jax import qtensor
 from nvfp4_jax import quantization
+from nvfp4_jax import residual as residuals
 
 type Backward = Literal['quantized', 'high_precision', 'dequantized']
 
@@ -51,6 +52,8 @@ class MatmulPrecision:
     rhs: how weights are quantized.
     grad: how the gradient `dy` is quantized, in 'quantized' and only there.
     backward: 'quantized', 'high_precision' or 'dequantized'; see the module.
+    residual: which part of the error of activations is multiplied too, for
+      samplers; nvfp4 and 'high_precision' only. None for nothing.
 
   Raises:
     ValueError: a pair that makes no sense; the message says why.
@@ -60,6 +63,7 @@ class MatmulPrecision:
   rhs: quantization.QuantSpec
   grad: quantization.QuantSpec | None = None
   backward: Backward = 'dequantized'
+  residual: residuals.Residual | None = None
 
   def __post_init__(self):
     if self.backward not in _BACKWARD_MODES:
@@ -73,6 +77,8 @@ class MatmulPrecision:
       if not isinstance(spec, quantization.QuantSpec):
         raise ValueError(f'{name} {spec!r} is not a QuantSpec.')
       _check_operand_spec(name, spec)
+    if self.residual is not None:
+      self._check_residual()
     if self.backward == 'quantized':
       self._check_quantized_backward()
       return
@@ -93,6 +99,18 @@ class MatmulPrecision:
     if self.lhs is None or not self.lhs.hadamard:
       return self.lhs
     return dataclasses.replace(self.lhs, hadamard=False)
+
+  def _check_residual(self):
+    found = tuple(s and s.format for s in (self.lhs, self.rhs))
+    if found != ('nvfp4', 'nvfp4'):
+      raise ValueError(
+          f'residual: lhs and rhs must be nvfp4, not {found[0]} and {found[1]}.'
+      )
+    if self.backward != 'high_precision':
+      raise ValueError(
+          f'residual: backward {self.backward!r} has no operands for it; only'
+          ' "high_precision" has.'
+      )
 
   def _check_quantized_backward(self):
     lhs, grad = self.lhs, self.grad
@@ -144,8 +162,8 @@ def quantized_matmul(
     precision: formats and backward mode.
     xq: Q(x) flattened to `[M, K]`, where the caller has it. No cotangent.
     wq: Q(w), where the caller quantized it once for many calls. No cotangent.
-    key: randomness, where `precision.grad` rounds stochastically and only
-      there. No cotangent.
+    key: randomness, where `precision.grad` rounds stochastically and `w` gets a
+      gradient, and only there. No cotangent.
     axis_name: mesh axis that splits K. Amax is reduced over it before
       quantizing; the caller adds the partial results.
 
@@ -245,7 +263,9 @@ def _checked_matmul(
     _check_operands(rows, w, xq, precision)
     _check_given('xq', xq, precision.lhs, rows.shape)
     _check_given('wq', wq, precision.rhs, None if w is None else w.shape)
-  grad = None if precision is None else precision.grad
+  if precision is not None and precision.residual and axis_name is not None:
+    raise ValueError('residual: K must not be split over a mesh axis.')
+  grad = None if precision is None or w is None else precision.grad
   needs_key = grad is not None and grad.rounding == 'stochastic'
   if needs_key != (key is not None):
     raise ValueError(
@@ -316,6 +336,10 @@ def _fwd(x, w, xq, wq, group_sizes, key, static):
     xq = _quantize(x, precision.fprop_lhs, static.axis_name)
   if wq is None:
     wq = _quantize(w, precision.rhs, static.axis_name)
+  if precision.residual is not None:
+    xq, wq = residuals.extend(
+        x, xq, wq, precision.lhs, precision.rhs, precision.residual, group_sizes
+    )
   y = _as(kernels.scaled_matmul(xq, wq, group_sizes), static.x_dtype)
   if precision.backward == 'high_precision':
     return y, (x, w, group_sizes, None)

@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import math
 import re
-from typing import Any
+from typing import Any, get_args, Literal
 
 from flax import struct
 import jax
@@ -28,6 +28,7 @@ from nvfp4_jax import quantization
 
 type Precisions = Mapping[str, matmul.MatmulPrecision | None]
 type ParamTree = dict[str, Any]
+type KVCacheFormat = Literal['bf16', 'fp8']
 
 _LAYER_PATH = re.compile(r'layers\.(\d+)\.(.+)')
 
@@ -79,13 +80,19 @@ class PrecisionPolicy:
     keep_last: fraction f of the layers that stay bfloat16 at the end of the
       model: floor(f * layers + 1/2) of them. 0.15 is 7 of 48, 5 of 30, 1 of 4.
     keep_first: the same at its start.
+    kv_cache: keys and values are held in 'bf16' (the model's dtype) or 'fp8'
+      (`kv_cache.FP8`). The learner then attends to what the sampler's cache
+      would hold.
   """
 
   rules: tuple[Rule, ...] = ()
   keep_last: float = 0.15
   keep_first: float = 0.0
+  kv_cache: KVCacheFormat = 'bf16'
 
   def __post_init__(self):
+    if self.kv_cache not in (formats := get_args(KVCacheFormat.__value__)):
+      raise ValueError(f'kv_cache {self.kv_cache!r} is not one of {formats}.')
     for name in ('keep_last', 'keep_first'):
       value = getattr(self, name)
       if not 0 <= value <= 1:
@@ -101,9 +108,31 @@ class Quantizer:
 
   Attributes:
     policy: the precision policy; static.
+    key: randomness of gradients that are rounded stochastically, into which
+      step, micro-batch, layer and name are folded. None where nothing is
+      rounded so.
   """
 
   policy: PrecisionPolicy = struct.field(pytree_node=False)
+  key: jax.Array | None = None
+
+
+def is_stochastic(policy: PrecisionPolicy) -> bool:
+  """Returns whether gradients are rounded stochastically: a key is needed."""
+  return any(
+      rule.precision is not None
+      and rule.precision.grad is not None
+      and rule.precision.grad.rounding == 'stochastic'
+      for rule in policy.rules
+  )
+
+
+def fold_in(quantizer: Quantizer, index: int | jax.Array) -> Quantizer:
+  """Returns the quantizer with an index folded into its key, if it has one."""
+  if quantizer.key is None:
+    return quantizer
+  key = jax.random.fold_in(quantizer.key, index)
+  return dataclasses.replace(quantizer, key=key)
 
 
 def resolve(policy: PrecisionPolicy, paths: Sequence[str]) -> Precisions:

@@ -1,33 +1,49 @@
 """Published low-precision RL recipes, as data.
 
-A recipe is a pair of precision policies, for learner and sampler, with its
-source and with what the source leaves open. They are equal but where the
-difference is the point (`nvfp4_naive`).
+A recipe is a pair of precision policies, for learner and sampler, and what it
+changes in the objective, with its source and with what the source leaves open.
+The policies are equal but where the difference is the point. All are made of
+the same parts, which `vary` exchanges.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 import dataclasses
 import types
+from typing import get_args, Literal
 
 from nvfp4_jax import matmul
 from nvfp4_jax import policy
 from nvfp4_jax import quantization
+from nvfp4_jax import residual
+from nvfp4_jax.rl import learner
+from nvfp4_jax.rl import losses
+from nvfp4_jax.rl import triage
 
-# Routed experts; in a model without experts, the three linears of the MLP.
+type Scope = Literal['experts', 'mlp', 'all']
+type Operands = Literal['none', 'weights', 'activations', 'all']
+
 _EXPERTS = r'layers\.\d+\.mlp\.experts\.(gate|up|down)_proj'
 _MLP = r'layers\.\d+\.mlp\.(gate|up|down)_proj'
-# Every linear but the router and the output head.
-_LINEARS = (
-    r'layers\.\d+\.(self_attn\.((q|k|v|o|q_a|q_b|kv_b)_proj|kv_a_proj_with_mqa)'
-    r'|mlp\.(experts\.|shared_experts\.)?(gate|up|down)_proj)'
+_SHARED = r'layers\.\d+\.mlp\.shared_experts\.(gate|up|down)_proj'
+_ATTENTION = (
+    r'layers\.\d+\.self_attn\.((q|k|v|o|q_a|q_b|kv_b)_proj|kv_a_proj_with_mqa)'
 )
+# Multi-head latent attention contracts this weight along either axis, depending
+# on whether it is absorbed: blocks in one dimension would change.
+_ABSORBED = r'layers\.\d+\.self_attn\.kv_b_proj'
 
 _MXFP8 = quantization.QuantSpec('mxfp8')
 _FP8 = quantization.QuantSpec('fp8_block')
 _FP8_WEIGHT = quantization.QuantSpec('fp8_block', block_2d=True)
+_TOKEN = quantization.QuantSpec('nvfp4', 'token')
+_TENSOR = quantization.QuantSpec('nvfp4', 'tensor')
 
 _MILES = "The Miles team's post of 2026-07-29, and run_qwen3_30b_a3b.py."
 _BITTER = 'humans&, "The 4-bitter Lesson" (2026)'
+
+
+class UnsupportedPairError(ValueError):
+  """A learner and a sampler that make no sense together."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +56,7 @@ class Recipe:
     sampler: precision policy of the sampler.
     source: where it was published.
     inferred: what the source does not state and we chose.
+    grpo: its objective; what is at its default is left to the run.
   """
 
   name: str
@@ -47,11 +64,62 @@ class Recipe:
   sampler: policy.PrecisionPolicy
   source: str
   inferred: str = ''
+  grpo: learner.GRPOConfig = learner.GRPOConfig()
 
   @property
   def consistent(self) -> bool:
     """Whether learner and sampler are one policy."""
     return self.learner == self.sampler
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+  """What is changed in both policies of a recipe; None leaves it; static.
+
+  Attributes:
+    scope: which linears are quantized, if any are: routed 'experts' (in a model
+      without, the MLP), every 'mlp', or 'all' but router and output head.
+    shared_experts: whether shared experts are quantized; with a scope, the
+      default is that they are in 'mlp' and 'all'.
+    keep_last: fraction of the layers that stay bfloat16 at the end.
+    keep_first: the same at the start.
+    kv_cache: 'bf16' or 'fp8'.
+    four_over_six: which nvfp4 operands choose between two scales (by squared
+      error, E = 256): 'none', 'weights', 'activations' or 'all'.
+    activation_scale: what shares a global scale of nvfp4 activations: 'token'
+      or 'tensor'.
+    backward: mode of the learner's quantized matmuls.
+    residual_share: of a sampler that has a residual, its share.
+
+  Raises:
+    ValueError: an unknown value, or shared_experts without scope.
+  """
+
+  scope: Scope | None = None
+  shared_experts: bool | None = None
+  keep_last: float | None = None
+  keep_first: float | None = None
+  kv_cache: policy.KVCacheFormat | None = None
+  four_over_six: Operands | None = None
+  activation_scale: Literal['token', 'tensor'] | None = None
+  backward: Literal['high_precision', 'dequantized'] | None = None
+  residual_share: float | None = None
+
+  def __post_init__(self):
+    for name, choices in _VARIANT_CHOICES.items():
+      value = getattr(self, name)
+      if value is not None and value not in choices:
+        raise ValueError(f'{name} {value!r} is not one of {choices}.')
+    if self.shared_experts is not None and self.scope is None:
+      raise ValueError('shared_experts needs a scope.')
+
+
+_VARIANT_CHOICES = {
+    'scope': get_args(Scope.__value__),
+    'four_over_six': get_args(Operands.__value__),
+    'activation_scale': ('token', 'tensor'),
+    'backward': ('high_precision', 'dequantized'),
+}
 
 
 def get(name: str) -> Recipe:
@@ -61,26 +129,218 @@ def get(name: str) -> Recipe:
   return RECIPES[name]
 
 
-def _nvfp4(
+def pair(name: str, sampler: str) -> Recipe:
+  """Returns a recipe with the sampler of another one."""
+  one, other = get(name), get(sampler)
+  return dataclasses.replace(
+      one,
+      name=f'{name}/{sampler}',
+      sampler=other.sampler,
+      source=f'{one.source} Sampler: {other.source}',
+      inferred='The pair.',
+  )
+
+
+def vary(recipe: Recipe, variant: Variant) -> Recipe:
+  """Returns the recipe with parts exchanged, on both sides alike.
+
+  Raises:
+    ValueError: a part that the recipe does not have.
+  """
+  if variant == Variant():
+    return recipe
+  changed = {
+      field.name: value
+      for field in dataclasses.fields(variant)
+      if (value := getattr(variant, field.name)) is not None
+  }
+  words = ', '.join(f'{name} {value}' for name, value in changed.items())
+  return dataclasses.replace(
+      recipe,
+      name=f'{recipe.name} ({words})',
+      learner=vary_policy(recipe.learner, variant),
+      sampler=vary_policy(
+          recipe.sampler, dataclasses.replace(variant, backward=None)
+      ),
+      inferred=f'{recipe.inferred} Changed: {words}.'.strip(),
+  )
+
+
+def vary_policy(
+    precision_policy: policy.PrecisionPolicy, variant: Variant
+) -> policy.PrecisionPolicy:
+  """Returns one precision policy with parts exchanged; see `vary`."""
+  rules = precision_policy.rules
+  if variant.scope is not None and rules:
+    rules = _rules(
+        _precision(precision_policy), variant.scope, variant.shared_experts
+    )
+  rules = tuple(
+      rule
+      if rule.precision is None
+      else dataclasses.replace(
+          rule, precision=_vary_precision(rule.precision, variant)
+      )
+      for rule in rules
+  )
+  fields = ('keep_last', 'keep_first', 'kv_cache')
+  kept = {name: getattr(variant, name) for name in fields}
+  kept = {name: value for name, value in kept.items() if value is not None}
+  return dataclasses.replace(precision_policy, rules=rules, **kept)
+
+
+def objective(recipe: Recipe, grpo: learner.GRPOConfig) -> learner.GRPOConfig:
+  """Returns the objective of a run: its own parts, else those of the recipe.
+
+  Args:
+    recipe: the recipe.
+    grpo: the run's; parts at their default are taken from the recipe.
+  """
+  default = learner.GRPOConfig()
+  parts = {
+      field.name: getattr(recipe.grpo, field.name)
+      for field in dataclasses.fields(grpo)
+      if getattr(grpo, field.name) == getattr(default, field.name)
+  }
+  return dataclasses.replace(grpo, **parts)
+
+
+def check(recipe: Recipe, paths: Sequence[str]) -> None:
+  """Raises UnsupportedPairError where the pair makes no sense; it says why.
+
+  Learner and sampler may differ where the sampler alone quantizes something,
+  or adds to it: what that costs can be measured, and corrected. They must not
+  where the learner would train on an error that nobody samples, or where one
+  weight would be quantized in two ways.
+
+  Args:
+    recipe: the recipe.
+    paths: all parameter paths of the model.
+  """
+  if (recipe.learner.kv_cache, recipe.sampler.kv_cache) == ('fp8', 'bf16'):
+    raise UnsupportedPairError(
+        f'{recipe.name}: the learner attends to keys and values in fp8, which'
+        ' the sampler keeps in bf16: it would train on an error that nobody'
+        ' samples.'
+    )
+  for path, (one, other) in _resolved(recipe, paths):
+    reason = _conflict(one, other)
+    if reason is not None:
+      raise UnsupportedPairError(f'{recipe.name}: {path}: {reason}')
+
+
+def differences(recipe: Recipe, paths: Sequence[str]) -> dict[str, str]:
+  """Returns, for each path that both sides do not compute alike, how.
+
+  Args:
+    recipe: the recipe.
+    paths: all parameter paths of the model.
+
+  Returns:
+    By path, `W4A16 / W4A4`-like text, learner first; `kv_cache` likewise.
+  """
+  result = {
+      path: f'{describe(one)} / {describe(other)}'
+      for path, (one, other) in _resolved(recipe, paths)
+      if _forward(one) != _forward(other)
+  }
+  if recipe.learner.kv_cache != recipe.sampler.kv_cache:
+    kv = (recipe.learner.kv_cache, recipe.sampler.kv_cache)
+    result['kv_cache'] = ' / '.join(kv)
+  return result
+
+
+def describe(precision: matmul.MatmulPrecision | None) -> str:
+  """Returns a precision in a few words: `nvfp4 x nvfp4 per token`."""
+  if precision is None:
+    return 'bf16'
+  sides = [_describe_spec(spec) for spec in (precision.rhs, precision.lhs)]
+  words = ' x '.join(sides)
+  extra = precision.residual
+  if extra is not None:
+    words += f' + residual of {extra.share:g} of {extra.pattern}'
+  return words
+
+
+def quads(share: float = 0.0625) -> Recipe:
+  """Returns QUADS with a share of channels that are compensated."""
+  weights = matmul.MatmulPrecision(lhs=None, rhs=_TENSOR)
+  return Recipe(
+      'quads',
+      learner=_policy(weights, 'experts'),
+      sampler=_policy(
+          _w4a4('high_precision', extra=residual.Residual('channels', share)),
+          'experts',
+      ),
+      source='QUADS (arXiv 2607.15810), its abstract: the learner'
+      ' fake-quantizes weights only, as the sync does; residual activation'
+      ' compensation of high-error channels in a W4A4 sampler.',
+      inferred='Per-token activation scales; which channels, in each call, how'
+      ' many, and their form (ARCQuant, arXiv 2601.07475); the same linears as'
+      ' nvfp4_final, all layers.',
+  )
+
+
+def resq(share: float = 0.5) -> Recipe:
+  """Returns Rollout-ResQ with a share of elements that are compensated."""
+  return Recipe(
+      'resq',
+      learner=_policy(_w4a4('quantized'), 'experts'),
+      sampler=_policy(
+          _w4a4('high_precision', extra=residual.Residual('elements', share)),
+          'experts',
+      ),
+      source='HiFloat4 and Rollout-ResQ (arXiv 2607.26515), its abstract: FP4'
+      ' forward and backward; one residual of a sparse pattern in the'
+      " rollout's matmuls only.",
+      inferred='NVFP4 for HiFloat4, per-token scales, gradients rounded to'
+      ' nearest; the pattern: the largest two errors of every four elements;'
+      ' the same linears as nvfp4_final, all layers.',
+  )
+
+
+def _policy(precision, scope, *, keep_last=0.0, keep_first=0.0):
+  return policy.PrecisionPolicy(
+      rules=_rules(precision, scope),
+      keep_last=keep_last,
+      keep_first=keep_first,
+  )
+
+
+def _rules(precision, scope, shared_experts=None):
+  """Returns the rules that quantize a scope."""
+  rules = []
+  if scope == 'all':
+    if not precision.rhs.block_2d:
+      rules.append(policy.Rule(_ABSORBED, None))
+    rules.append(policy.Rule(_ATTENTION, precision))
+  if shared_experts is None:
+    shared_experts = scope != 'experts'
+  if shared_experts:
+    rules.append(policy.Rule(_SHARED, precision))
+  experts = policy.Rule(_EXPERTS, precision)
+  if scope != 'experts':
+    return (*rules, experts, policy.Rule(_MLP, precision))
+  # Rules of shared experts must not keep the MLP of other models from it.
+  return (experts, policy.Rule(_MLP, precision, fallback=True), *rules)
+
+
+def _w4a4(
     backward: matmul.Backward,
     *,
     outer: quantization.Outer = 'token',
     four_over_six: quantization.FourOverSix | None = None,
-    keep_last: float = 0.0,
-) -> policy.PrecisionPolicy:
-  precision = matmul.MatmulPrecision(
-      lhs=quantization.QuantSpec('nvfp4', outer, four_over_six=four_over_six),
+    extra: residual.Residual | None = None,
+) -> matmul.MatmulPrecision:
+  lhs = quantization.QuantSpec('nvfp4', outer, four_over_six=four_over_six)
+  return matmul.MatmulPrecision(
+      lhs=lhs,
       rhs=quantization.QuantSpec(
           'nvfp4', 'tensor', four_over_six=four_over_six
       ),
+      grad=lhs if backward == 'quantized' else None,
       backward=backward,
-  )
-  return policy.PrecisionPolicy(
-      rules=(
-          policy.Rule(_EXPERTS, precision),
-          policy.Rule(_MLP, precision, fallback=True),
-      ),
-      keep_last=keep_last,
+      residual=extra,
   )
 
 
@@ -96,13 +356,116 @@ def _fp8(
       grad=spec if backward == 'quantized' else None,
       backward=backward,
   )
-  rules = (policy.Rule(_LINEARS, precision),)
-  return policy.PrecisionPolicy(rules=rules, keep_last=0.0)
+  return _policy(precision, 'all')
 
 
-def _one_policy(name, precision_policy, source, inferred=''):
-  return Recipe(name, precision_policy, precision_policy, source, inferred)
+def _precision(precision_policy):
+  """Returns the one precision that the rules of a recipe's policy share."""
+  found = {
+      rule.precision
+      for rule in precision_policy.rules
+      if rule.precision is not None
+  }
+  if len(found) != 1:
+    raise ValueError(f'{len(found)} precisions in one policy; 1 is needed.')
+  return found.pop()
 
+
+def _vary_precision(precision, variant):
+  changes = {}
+  lhs, rhs = precision.lhs, precision.rhs
+  if variant.four_over_six is not None:
+    on = variant.four_over_six
+    if rhs.format == 'nvfp4':
+      rhs = _choose_scales(rhs, on in ('weights', 'all'))
+    if lhs is not None and lhs.format == 'nvfp4':
+      lhs = _choose_scales(lhs, on in ('activations', 'all'))
+  if variant.activation_scale is not None and lhs and lhs.format == 'nvfp4':
+    lhs = dataclasses.replace(lhs, outer=variant.activation_scale)
+  if variant.backward is not None:
+    changes |= {'backward': variant.backward, 'grad': None}
+    lhs = lhs and dataclasses.replace(lhs, hadamard=False)
+  if variant.residual_share is not None and precision.residual is not None:
+    changes['residual'] = dataclasses.replace(
+        precision.residual, share=variant.residual_share
+    )
+  return dataclasses.replace(precision, lhs=lhs, rhs=rhs, **changes)
+
+
+def _choose_scales(spec, on):
+  """Returns a spec with four over six on (E = 256) or off (E = 448)."""
+  return dataclasses.replace(
+      spec, four_over_six='mse' if on else None, scale_max=256 if on else 448
+  )
+
+
+def _resolved(recipe, paths) -> Iterable:
+  """Yields each path, and the precision of learner and sampler."""
+  one, other = (
+      policy.resolve(side, paths) for side in (recipe.learner, recipe.sampler)
+  )
+  return ((path, (one[path], other[path])) for path in paths)
+
+
+def _conflict(one, other):
+  """Returns why a learner's precision does not go with a sampler's, or None."""
+  if one is None:
+    return None
+  if one.residual is not None:
+    return 'a residual is for samplers; the learner has no operands for it.'
+  nobody = ': it would train on an error that nobody samples.'
+  if other is None:
+    return f'the learner has {describe(one)}, the sampler bf16{nobody}'
+  if one.rhs != other.rhs:
+    return (
+        f'one weight would be quantized in two ways, {describe(one)} for the'
+        f' learner and {describe(other)} for the sampler.'
+    )
+  if one.lhs is None:
+    return None
+  if other.lhs is None:
+    return f'the learner quantizes activations, the sampler does not{nobody}'
+  if one.lhs.format != other.lhs.format:
+    return (
+        f'activations are {one.lhs.format} for the learner and'
+        f' {other.lhs.format} for the sampler{nobody}'
+    )
+  return None
+
+
+def _forward(precision):
+  """Returns what of a precision the forward pass depends on."""
+  if precision is None:
+    return None
+  return precision.fprop_lhs, precision.rhs, precision.residual
+
+
+def _describe_spec(spec):
+  if spec is None:
+    return 'bf16'
+  words = spec.format
+  if spec.block_2d:
+    words += ' 2D'
+  if spec.four_over_six:
+    words += ' 4/6'
+  return words + (' per token' if spec.outer == 'token' else '')
+
+
+def _one_policy(name, precision_policy, source, inferred='', **objective):
+  return Recipe(
+      name, precision_policy, precision_policy, source, inferred, **objective
+  )
+
+
+_FINAL = _w4a4('dequantized', four_over_six='mse')
+_W4A16 = matmul.MatmulPrecision(lhs=None, rhs=_TENSOR)
+_W4A8 = matmul.MatmulPrecision(lhs=_MXFP8, rhs=_TENSOR)
+_PRETRAINING = matmul.MatmulPrecision(
+    lhs=dataclasses.replace(_TENSOR, hadamard=True),
+    rhs=dataclasses.replace(_TENSOR, block_2d=True),
+    grad=dataclasses.replace(_TENSOR, hadamard=True, rounding='stochastic'),
+    backward='quantized',
+)
 
 RECIPES: Mapping[str, Recipe] = types.MappingProxyType(
     {
@@ -127,12 +490,18 @@ RECIPES: Mapping[str, Recipe] = types.MappingProxyType(
                 ' router and the output head.',
             ),
             _one_policy(
-                'nvfp4_high_precision', _nvfp4('high_precision'), _MILES
+                'nvfp4_high_precision',
+                _policy(_w4a4('high_precision'), 'experts'),
+                _MILES,
             ),
-            _one_policy('nvfp4_dequantized', _nvfp4('dequantized'), _MILES),
+            _one_policy(
+                'nvfp4_dequantized',
+                _policy(_w4a4('dequantized'), 'experts'),
+                _MILES,
+            ),
             _one_policy(
                 'nvfp4_final',
-                _nvfp4('dequantized', four_over_six='mse', keep_last=0.15),
+                _policy(_FINAL, 'experts', keep_last=0.15),
                 _BITTER,
                 'Four over six with E = 256 and the strict error, as in the'
                 ' Miles scripts; without experts, the MLP is quantized.',
@@ -140,11 +509,61 @@ RECIPES: Mapping[str, Recipe] = types.MappingProxyType(
             Recipe(
                 'nvfp4_naive',
                 learner=policy.BF16,
-                sampler=_nvfp4('high_precision', outer='tensor'),
+                sampler=_policy(
+                    _w4a4('high_precision', outer='tensor'), 'experts'
+                ),
                 source='The set-up that QUADS (arXiv 2607.15810) reports to'
                 ' collapse: NVFP4 sampler, bf16 learner.',
                 inferred='Per-tensor activation scales; the same linears as'
                 ' nvfp4_final, all layers.',
+            ),
+            quads(),
+            resq(),
+            _one_policy(
+                'triage',
+                _policy(_w4a4('dequantized'), 'experts'),
+                'TRIAGE (arXiv 2610.07043), public summaries: the forward pass'
+                ' stays W4A4, segments of the response are reweighted.',
+                'nvfp4_dequantized for the precision; all that rl.triage says'
+                ' is inferred.',
+                grpo=learner.GRPOConfig(segment_triage=triage.TriageConfig()),
+            ),
+            _one_policy(
+                'qarl',
+                _policy(_W4A16, 'experts'),
+                'QaRL (arXiv 2604.07853), its abstract: the learner runs the'
+                " sampler's quantized forward pass; TBPO bounds negatives.",
+                'NVFP4 weights, bfloat16 activations; see losses for what of'
+                ' TBPO is inferred.',
+                grpo=learner.GRPOConfig(loss=losses.LossConfig(kind='tbpo')),
+            ),
+            _one_policy(
+                'nvfp4_w4a16',
+                _policy(_W4A16, 'experts'),
+                'Miles (radixark/miles#2020, #2864): fake-quantized weights.',
+                'The same linears as nvfp4_final, all layers.',
+            ),
+            _one_policy(
+                'nvfp4_w4a8',
+                _policy(_W4A8, 'experts'),
+                "miniTE's axis of activation formats: MXFP8 activations.",
+                'The same linears as nvfp4_final, all layers.',
+            ),
+            _one_policy(
+                'nvfp4_pretraining',
+                _policy(
+                    _PRETRAINING,
+                    'all',
+                    keep_first=2 / 62,
+                    keep_last=8 / 62,
+                ),
+                'NVIDIA, "Pretraining Large Language Models with NVFP4" (arXiv'
+                ' 2509.25149): 2D weights, rotated operands of wgrad,'
+                ' stochastic rounding of gradients, first and last layers in'
+                ' bfloat16.',
+                'The same forward pass in the sampler; the share of layers is'
+                " that of the 12B model; fused linears share a weight's global"
+                ' scale.',
             ),
         )
     }

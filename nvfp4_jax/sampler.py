@@ -189,6 +189,7 @@ def _generate(
       -(-cache_length // config.attention_block) * config.attention_block,
       config.head_dim,
       config.dtype,
+      kv_cache.SPECS[quantizer.policy.kv_cache],
   )
   hidden, cache, experts = transformer.prefill(
       config, params, prompts, lengths, quantizer, cache
@@ -207,7 +208,8 @@ def _generate(
       keys=jax.random.split(key, batch),
   )
   state = _sample_token(params, hidden, state, temperature, sample)
-  for live in _live_lengths(prompt_length, cache.k.shape[3], config):
+  capacity = kv_cache.capacity(cache)
+  for live in _live_lengths(prompt_length, capacity, config):
     state = _decode_while_shorter(
         config, params, quantizer, state, temperature, sample, live
     )

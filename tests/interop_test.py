@@ -50,7 +50,11 @@ def converted(case: dict) -> dict[str, dict[str, np.ndarray]]:
 
 def encoded(name: str, case: dict) -> dict[str, dict[str, np.ndarray]]:
   """Returns the same of a case that keeps the weights themselves."""
-  precision = recipes.get(case['recipe']).sampler.rules[0].precision
+  precision = next(
+      rule.precision
+      for rule in recipes.get(case['recipe']).sampler.rules
+      if rule.precision is not None
+  )
   result = {}
   for module in case['modules']:
     bits = np.load(_VALUES)[f'{name}__source__{module}']

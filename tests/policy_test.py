@@ -228,23 +228,3 @@ class QuantizeParamsTest(parameterized.TestCase):
     for name in ('nvfp4_final', 'nvfp4_final', 'nvfp4_dequantized'):
       fn(policy.Quantizer(recipes.get(name).learner))
     self.assertLen(traced, 2)
-
-
-class RecipesTest(parameterized.TestCase):
-
-  def test_only_naive_treats_the_sides_differently(self):
-    unequal = [r.name for r in recipes.RECIPES.values() if not r.consistent]
-    self.assertEqual(unequal, ['nvfp4_naive'])
-    naive = recipes.get('nvfp4_naive')
-    self.assertEqual(naive.learner, policy.BF16)
-    self.assertEqual(naive.sampler.rules[0].precision.lhs.outer, 'tensor')
-
-  def test_unknown_recipe_lists_the_known_ones(self):
-    with self.assertRaisesRegex(ValueError, "'nvfp4_finale'.*nvfp4_final"):
-      recipes.get('nvfp4_finale')
-
-  def test_every_recipe_names_its_source(self):
-    for name, recipe in recipes.RECIPES.items():
-      self.assertEqual(name, recipe.name)
-      self.assertTrue(recipe.source)
-      hash(recipe)

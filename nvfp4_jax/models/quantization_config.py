@@ -77,6 +77,14 @@ def _read_one(found, where):
   )
 
 
+_COMPRESSED_MXFP8 = {
+    'num_bits': 8,
+    'strategy': 'group',
+    'group_size': formats.MXFP8.block,
+    'scale_dtype': 'torch.uint8',
+}
+
+
 def describe(
     layout: layouts.Layout,
     precision: matmul.MatmulPrecision,
@@ -126,7 +134,9 @@ def _check_activations(layout, precision):
     if layout == 'modelopt' and rhs.format == 'mxfp8':
       raise ValueError("Layout 'modelopt' has no mxfp8 of weights only.")
     return
-  if lhs.format != rhs.format:
+  pair = (rhs.format, lhs.format)
+  mixed = layout == 'compressed_tensors' and pair == ('nvfp4', 'mxfp8')
+  if lhs.format != rhs.format and not mixed:
     raise ValueError(
         f'Layout {layout!r} has no {rhs.format} weights with {lhs.format}'
         ' activations.'
@@ -157,14 +167,11 @@ def _compressed_config(precision, ignore):
         'group_size': formats.NVFP4.block,
         'scale_dtype': 'torch.float8_e4m3fn',
     }
-    activations = None
+    # Scales per token have no field, MXFP8 activations have one.
+    is_mxfp8 = precision.lhs is not None and precision.lhs.format == 'mxfp8'
+    activations = _COMPRESSED_MXFP8 if is_mxfp8 else None
   elif name == 'mxfp8':
-    weights = activations = {
-        'num_bits': 8,
-        'strategy': 'group',
-        'group_size': formats.MXFP8.block,
-        'scale_dtype': 'torch.uint8',
-    }
+    weights = activations = _COMPRESSED_MXFP8
   else:
     weights = {
         'num_bits': 8,

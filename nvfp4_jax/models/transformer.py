@@ -326,6 +326,7 @@ def _run(
     quantized = policy.quantize_params(quantizer, params)
   all_precisions = policy.segment_precisions(quantizer.policy, params)
   rope = _rope(config, tokens, positions, cache)
+  kv_spec = kv_cache.SPECS[quantizer.policy.kv_cache]
   x = layers.embed(tokens, params['embed_tokens'], config.dtype)
   layer, all_experts = jnp.int32(0), []
   for i, (segment, precisions) in enumerate(
@@ -340,10 +341,11 @@ def _run(
     def body(carry, weights, precisions=precisions):
       x, cache, layer = carry
       params, quantized, experts = weights
-      weights = layers.LayerWeights(params, quantized, precisions)
+      key = policy.fold_in(quantizer, layer).key
+      weights = layers.LayerWeights(params, quantized, precisions, key)
       with jax.named_scope('attention'):
         y, cache = _attention(
-            config, weights, x, positions, rope, cache, layer, live
+            config, weights, x, positions, rope, kv_spec, cache, layer, live
         )
       x = layers.add(x, y)
       with jax.named_scope('mlp'):
@@ -364,7 +366,9 @@ def _run(
   return x, cache, experts
 
 
-def _attention(config, weights, x, positions, rope, cache, layer, live):
+def _attention(
+    config, weights, x, positions, rope, kv_spec, cache, layer, live
+):
   heads = lambda t, n: t.reshape(*x.shape[:2], n, config.head_dim)
   h = layers.rms_norm(x, weights.params['input_layernorm'], config.norm_eps)
   names = tuple(f'self_attn.{n}_proj' for n in 'qkv')
@@ -379,11 +383,16 @@ def _attention(config, weights, x, positions, rope, cache, layer, live):
     )
   q = layers.rope(q, *rope, scale=config.head_dim**-0.5)
   k = layers.rope(k, *rope).transpose(0, 2, 1, 3)
-  if live is not None:
-    cache = kv_cache.write_token(cache, layer, k, v)
-    k, v = kv_cache.read(cache, layer, live)
-  elif cache is not None:
-    cache = kv_cache.write_prompt(cache, layer, k, v)
+  if cache is None:
+    k, v = (kv_cache.round_trip(t, kv_spec) for t in (k, v))
+  else:
+    k, v = (kv_cache.store(t, kv_spec) for t in (k, v))
+    if live is None:
+      cache = kv_cache.write_prompt(cache, layer, k, v)
+    else:
+      cache = kv_cache.write_token(cache, layer, k, v)
+      k, v = kv_cache.read(cache, layer, live)
+    k, v = (kv_cache.load(t, x.dtype) for t in (k, v))
   y = layers.attention(q, k, v, positions, config.attention_block)
   return layers.linear(y, weights, 'self_attn.o_proj'), cache
 
@@ -405,7 +414,7 @@ def _mlp(config, weights, x, experts):
 
 
 def _rope(config, tokens, positions, cache):
-  length = tokens.shape[1] if cache is None else cache.k.shape[3]
+  length = tokens.shape[1] if cache is None else kv_cache.capacity(cache)
   frequencies = model_config.rope_frequencies(config)
   cos, sin = layers.rope_table(length, frequencies)
   return jnp.asarray(cos)[positions], jnp.asarray(sin)[positions]

@@ -166,7 +166,7 @@ def train_step(
     optimizer: the optimizer.
     grpo: the loss.
     state: donated.
-    quantizer: the learner's.
+    quantizer: the learner's; its key is the run's.
     quantized: `quantize_params(quantizer, state.params)`.
     batch: what to learn from.
     memory: how to compute it.
@@ -185,12 +185,13 @@ def train_step(
       batch.rollout.completion_mask, grpo.loss.aggregation
   )
   weights = _weights_ahead(grpo, batch, memory)
+  quantizer = policy.fold_in(quantizer, state.step)
 
-  def loss_fn(params, part, weights):
+  def loss_fn(params, part, weights, index):
     new, entropy = _logprobs(
         config,
         params,
-        quantizer,
+        policy.fold_in(quantizer, index),
         quantized,
         part.rollout.tokens,
         part.rollout.expert_ids,
@@ -202,7 +203,7 @@ def train_step(
 
   gradient = jax.grad(loss_fn, has_aux=True)
   if memory.micro_batches == 1:
-    gradients, aux = gradient(state.params, batch, weights)
+    gradients, aux = gradient(state.params, batch, weights, 0)
   else:
     gradients, aux = _accumulate(
         lambda part: gradient(state.params, *part),
@@ -392,7 +393,8 @@ def _split_batch(batch, weights, parts):
   )
   repeated = jnp.broadcast_to(temperature, (parts,))
   rollout = dataclasses.replace(batch.rollout, temperature=repeated)
-  return dataclasses.replace(batch, rollout=rollout), weights
+  batch = dataclasses.replace(batch, rollout=rollout)
+  return batch, weights, jnp.arange(parts)
 
 
 def _accumulate(gradient, params, parts):

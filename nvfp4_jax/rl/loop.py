@@ -75,7 +75,7 @@ class Synced(NamedTuple):
 def sync(quantizers: Quantizers, params: policy.ParamTree) -> Synced:
   """Quantizes the masters; both sides share the result where policies agree."""
   learned = policy.quantize_params(quantizers.learner, params)
-  if quantizers.learner == quantizers.sampler:
+  if quantizers.learner.policy == quantizers.sampler.policy:
     return Synced(learned, learned)
   return Synced(learned, policy.quantize_params(quantizers.sampler, params))
 

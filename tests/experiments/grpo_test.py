@@ -125,7 +125,7 @@ class GrpoTest(parameterized.TestCase):
     cfg = dataclasses.replace(
         grpo.PRESETS['smoke'][1], workdir=self.workdir, recipe='bf16'
     )
-    warm = grpo._start(cfg)
+    warm = grpo.load_start(cfg)
     with self.assertRaisesRegex(
         checkpoint.PolicyMismatchError, 'another|not under'
     ):
@@ -202,7 +202,7 @@ class GrpoTest(parameterized.TestCase):
 
   def test_changed_data_is_refused(self):
     cfg = dataclasses.replace(grpo.PRESETS['smoke'][1], workdir=self.workdir)
-    start = dataclasses.replace(grpo._start(cfg), fingerprint='another')
+    start = dataclasses.replace(grpo.load_start(cfg), fingerprint='another')
     with self.assertRaisesRegex(checkpoint.DataMismatchError, 'another'):
       grpo.train(cfg, start, run.Log(self.folder / 'changed'))
 
