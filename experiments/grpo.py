@@ -194,7 +194,7 @@ def train(cfg: Config, start: Start, log: run.Log) -> None:
   paths = transformer.param_paths(start.model)
   recipes.check(recipe, paths)
   _report_pair(cfg, recipe, paths)
-  quantizers = _quantizers(recipe, cfg.seed)
+  quantizers = make_quantizers(recipe, cfg.seed)
   segments = policy.segments((recipe.learner, recipe.sampler), paths)
   stack = lambda tree: transformer.stack(tree, segments)
   state = learner.init_state(stack(start.params), cfg.optimizer)
@@ -345,7 +345,8 @@ class _WeightLog:
         )
 
 
-def _quantizers(recipe, seed):
+def make_quantizers(recipe: recipes.Recipe, seed: int) -> loop.Quantizers:
+  """Returns the quantizers of both sides; the learner's may need a key."""
   key = None
   if policy.is_stochastic(recipe.learner):
     key = jax.random.fold_in(jax.random.key(seed), _GRADIENTS)

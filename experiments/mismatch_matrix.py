@@ -19,7 +19,6 @@ metrics.jsonl, a table to matrix.md, a picture to figures/.
 
 from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
-import functools
 import pathlib
 import sys
 from typing import Any, NamedTuple
@@ -108,7 +107,13 @@ PRESETS = {
             workdir=pathlib.Path('runs/mismatch_smoke'),
             supervised=sft.PRESETS['smoke'][1],
             model=dataclasses.replace(
-                model_config.tiny(16), num_layers=2, attention_block=32
+                model_config.tiny(16),
+                num_layers=1,
+                num_experts=0,
+                experts_per_token=0,
+                moe_dim=0,
+                mlp_dim=64,
+                attention_block=32,
             ),
             task=tasks.TaskConfig(digits=3),
             keep_layers=(1,),
@@ -148,15 +153,15 @@ class Completed(NamedTuple):
 
 def main(cfg: Config, log: run.Log) -> None:
   """Measures the cells that have no row yet; table and picture."""
-  start = grpo.load_start(_grpo_config(cfg))
+  start = load_start(cfg)
   policies = sides(cfg, start.model)
   cells = list(make_cells(cfg, start.model))
   done = {Cell(*(r[f] for f in Cell._fields)) for r in run.read_rows(log.path)}
   progress = run.Progress('cells', len(cells), len(done))
   for name, group in _by_sampler(cells, done):
-    completed = _complete(cfg, start, policies[name])
+    completed = complete(cfg, start, policies[name])
     for cell in group:
-      logprobs = _learn(cfg, start, policies[cell.learner], completed)
+      logprobs = learn(cfg, start, policies[cell.learner], completed)
       row = cell._asdict() | measure(completed, logprobs)
       row['equal'] = policies[cell.learner] == policies[name]
       log(row)
@@ -175,11 +180,15 @@ def sides(
 ) -> dict[str, policy.PrecisionPolicy]:
   """Returns every precision policy by name."""
 
-  def make(recipe, scope=cfg.scope, **changes):
+  def make(
+      recipe: str, scope: recipes.Scope = cfg.scope, **changes: Any
+  ) -> policy.PrecisionPolicy:
     variant = recipes.Variant(scope=scope, **changes)
     return recipes.vary_policy(recipes.get(recipe).sampler, variant)
 
-  nvfp4 = functools.partial(make, 'nvfp4_high_precision')
+  def nvfp4(**changes: Any) -> policy.PrecisionPolicy:
+    return make('nvfp4_high_precision', **changes)
+
   result = {
       'bf16': make('bf16'),
       'nvfp4': nvfp4(),
@@ -271,6 +280,68 @@ def make_cells(cfg: Config, model: model_config.ModelConfig) -> Iterator[Cell]:
       yield from both(cause, *of_sides[cause])
 
 
+def load_start(cfg: Config) -> grpo.Start:
+  """Returns model, weights and task; a warm start is made if it is missing."""
+  settings = grpo.Config(
+      workdir=cfg.workdir,
+      checkpoint=cfg.checkpoint,
+      supervised=cfg.supervised,
+      model=cfg.model,
+      task=cfg.task,
+      max_answer_tokens=cfg.max_answer_tokens,
+      seed=cfg.seed,
+  )
+  return grpo.load_start(settings)
+
+
+def complete(
+    cfg: Config, start: grpo.Start, precision_policy: policy.PrecisionPolicy
+) -> Completed:
+  """Returns what a sampler under this policy makes of the problems."""
+  quantizer, tree = _stacked(start, precision_policy)
+  settings = rollouts.RolloutConfig(cfg.prompts, 1, cfg.temperature)
+  parts = []
+  for first in range(0, cfg.prompts, cfg.batch):
+    problems = [
+        start.task.problem('held_out', first + i)
+        for i in range(min(cfg.batch, cfg.prompts - first))
+    ]
+    completions = rollouts.complete(
+        start.model,
+        settings,
+        start.task,
+        quantizer,
+        tree,
+        problems,
+        rollouts.step_key(cfg.seed, first),
+        cfg.temperature,
+    )
+    parts.append(_on_host(completions))
+  return _join(parts)
+
+
+def learn(
+    cfg: Config,
+    start: grpo.Start,
+    precision_policy: policy.PrecisionPolicy,
+    completed: Completed,
+) -> np.ndarray:
+  """Returns the log-probs `[B, T]` of a learner under this policy."""
+  quantizer, tree = _stacked(start, precision_policy)
+  parts = [
+      learner.logprobs(
+          start.model,
+          tree,
+          quantizer,
+          tree,
+          jnp.asarray(completed.tokens[i : i + cfg.batch]),
+          cfg.temperature,
+      )
+      for i in range(0, cfg.prompts, cfg.batch)
+  ]
+  return np.concatenate([np.asarray(part) for part in parts])
+
+
 def measure(completed: Completed, logprobs: np.ndarray) -> dict[str, Any]:
   """Returns the numbers of a cell.
 
@@ -279,25 +350,26 @@ def measure(completed: Completed, logprobs: np.ndarray) -> dict[str, Any]:
     logprobs: the learner's, `[B, T]`.
 
   Returns:
-    `mean` and `max` |gap|, `half_width` of the interval of the mean over
-    problems, `per_prompt` means of |gap|, `k1` = mean(sampler - learner), `k3`,
-    both estimates of KL(sampler || learner), `equal_tokens` (share without any
-    gap) and `tokens`.
+    `per_prompt`, each problem's mean |gap|; their `mean` and `half_width`, of
+    its interval; `token_mean` and `max` of |gap| over tokens; `k1` =
+    mean(sampler - learner) and `k3`, both estimates of KL(sampler || learner);
+    `equal_tokens`, the share without any gap; `tokens`.
   """
   mask = completed.mask
   gap = np.where(mask, logprobs - completed.logprobs, 0.0).astype(np.float64)
   per_prompt = np.abs(gap).sum(1) / np.maximum(mask.sum(1), 1)
-  _, half_width = statistics.interval(per_prompt)
+  mean, half_width = statistics.interval(per_prompt)
   k3 = diagnostics.kl_k3(
       jnp.asarray(logprobs),
       jnp.asarray(completed.logprobs),
       jnp.asarray(mask),
   )
   return {
-      'mean': float(np.abs(gap[mask]).mean()),
+      'mean': mean,
       'half_width': half_width,
+      'token_mean': float(np.abs(gap[mask]).mean()),
       'max': float(np.abs(gap[mask]).max()),
-      'k1': float(-gap[mask].mean()),
+      'k1': float(0.0 - gap[mask].mean()),
       'k3': float(k3),
       'equal_tokens': float((gap[mask] == 0).mean()),
       'tokens': int(mask.sum()),
@@ -334,7 +406,7 @@ def _kept(cfg, model):
   return [count for count in cfg.keep_layers if count < model.num_layers]
 
 
-def _scopes(model):
+def _scopes(model) -> tuple[recipes.Scope, ...]:
   return ('experts', 'mlp', 'all') if model.num_experts else ('mlp', 'all')
 
 
@@ -361,29 +433,6 @@ def _stacked(start, precision_policy):
   return quantizer, tree
 
 
-def _complete(cfg, start, precision_policy):
-  quantizer, tree = _stacked(start, precision_policy)
-  settings = rollouts.RolloutConfig(cfg.prompts, 1, cfg.temperature)
-  parts = []
-  for first in range(0, cfg.prompts, cfg.batch):
-    problems = [
-        start.task.problem('held_out', first + i)
-        for i in range(min(cfg.batch, cfg.prompts - first))
-    ]
-    completions = rollouts.complete(
-        start.model,
-        settings,
-        start.task,
-        quantizer,
-        tree,
-        problems,
-        rollouts.step_key(cfg.seed, first),
-        cfg.temperature,
-    )
-    parts.append(_on_host(completions))
-  return _join(parts)
-
-
 def _on_host(completions: sampler.Completions) -> Completed:
   arrays = (completions.tokens, completions.mask, completions.logprobs)
   return Completed(*map(np.asarray, arrays))
@@ -395,35 +444,6 @@ def _join(parts):
   pad = lambda x: np.pad(x, ((0, 0), (0, length - x.shape[1])))
   return Completed(
       *(np.concatenate([pad(x) for x in xs]) for xs in zip(*parts, strict=True))
-  )
-
-
-def _learn(cfg, start, precision_policy, completed):
-  quantizer, tree = _stacked(start, precision_policy)
-  parts = [
-      learner.logprobs(
-          start.model,
-          tree,
-          quantizer,
-          tree,
-          jnp.asarray(completed.tokens[i : i + cfg.batch]),
-          cfg.temperature,
-      )
-      for i in range(0, cfg.prompts, cfg.batch)
-  ]
-  return np.concatenate([np.asarray(part) for part in parts])
-
-
-def _grpo_config(cfg):
-  """Returns the run whose start, and warm start, is taken."""
-  return grpo.Config(
-      workdir=cfg.workdir,
-      checkpoint=cfg.checkpoint,
-      supervised=cfg.supervised,
-      model=cfg.model,
-      task=cfg.task,
-      max_answer_tokens=cfg.max_answer_tokens,
-      seed=cfg.seed,
   )
 
 

@@ -202,6 +202,47 @@ def mismatch_matrix(
   return _save(figure, folder / 'mismatch_matrix.png')
 
 
+def layer_precision(
+    rows: Sequence[Mapping[str, Any]], folder: pathlib.Path
+) -> pathlib.Path:
+  """Draws what each layer's quantization costs, and what keeping ends saves.
+
+  Args:
+    rows: of experiments.layer_precision.
+    folder: where `layer_precision.png` is written.
+
+  Returns:
+    The picture's path.
+  """
+  of_kind = lambda kind: [row for row in rows if row['kind'] == kind]
+  figure, axes = plt.subplots(1, 2, figsize=(11, 3.6), layout='constrained')
+  (whole,) = of_kind('all')
+  for kind, style in (('only', 'o-'), ('but', 's-')):
+    cases = of_kind(kind)
+    axes[0].errorbar(
+        [row['layers'] for row in cases],
+        [row['mean'] for row in cases],
+        yerr=[row['half_width'] for row in cases],
+        fmt=style,
+        label={'only': 'this layer alone', 'but': 'all but this'}[kind],
+    )
+  axes[0].axhline(whole['mean'], color='gray', label='all layers')
+  axes[0].set(
+      title='quantized', xlabel='layer', ylabel='mean |log-prob gap|, nats'
+  )
+  axes[0].legend(frameon=False)
+  names, saved = [], []
+  for kind in ('last', 'first', 'shared_experts'):
+    for row in of_kind(kind):
+      number = '' if kind == 'shared_experts' else f' {row["layers"]}'
+      names.append(f'{kind.replace("_", " ")}{number}')
+      saved.append(row['saved'])
+  axes[1].barh(names[::-1], saved[::-1])
+  axes[1].set(title='kept in bfloat16', xlabel='share of the gap that is saved')
+  axes[1].grid(alpha=0.3, axis='x')
+  return _save(figure, folder / 'layer_precision.png')
+
+
 def _is(row, name, distribution):
   return row['name'] == name and row['distribution'] == distribution
 
