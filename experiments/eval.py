@@ -31,6 +31,7 @@ import numpy as np
 import tyro
 
 from experiments import reference
+from experiments import run
 from nvfp4_jax import files
 from nvfp4_jax import policy
 from nvfp4_jax import qtensor
@@ -179,14 +180,14 @@ def generate(cfg: GenerateConfig) -> None:
       cfg.max_new_tokens, words.eos_ids, temperature=cfg.temperature
   )
   key = jax.random.key(cfg.seed)
-  run = lambda: jax.block_until_ready(
+  complete = lambda: jax.block_until_ready(
       sampler.generate(
           config, params, quantizer, prompts, lengths, key, settings
       )
   )
-  run()
+  complete()
   watch('compile_and_generate_seconds')
-  completions = run()
+  completions = complete()
   seconds = watch('generate_seconds')
   mask = np.asarray(completions.mask)
   for tokens, row_mask in zip(
@@ -317,7 +318,7 @@ def _report(rows):
   for row in counted:
     number, active = f'{row["parameters"]:,}', f'{row["active"]:,}'
     table.append((row['name'], number, f'{row["share"]:.3%}', active))
-  text = _aligned(table)
+  text = run.aligned(table)
   left_out = [row['name'] for row in rows if row['kind'] == 'not_counted']
   if left_out:
     text += f'\nNot counted (multi-token prediction): {", ".join(left_out)}\n'
@@ -333,22 +334,11 @@ def _report(rows):
     share, bits = row['share_of_bf16'], row['bits_per_parameter']
     sizes = f'{size:,}', f'{size / 1e9:.3f}'
     table.append((row['name'], *sizes, f'{share:.2%}', f'{bits:.3f}'))
-  text += f'\n{_aligned(table)}'
+  text += f'\n{run.aligned(table)}'
   for row in rows:
     if 'reason' in row:
       text += f'{row["name"]}: {row["reason"]}\n'
   return text
-
-
-def _aligned(table):
-  """Returns the lines of a table, the first column to the left."""
-  widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-  lines = []
-  for first, *rest in table:
-    cells = [first.ljust(widths[0])]
-    cells += [c.rjust(w) for c, w in zip(rest, widths[1:], strict=True)]
-    lines.append('  '.join(cells) + '\n')
-  return ''.join(lines)
 
 
 # Flags and function of every command.

@@ -41,6 +41,7 @@ from nvfp4_jax.models import config as model_config
 from nvfp4_jax.models import transformer
 from nvfp4_jax.rl import learner
 from nvfp4_jax.rl import rollouts
+from nvfp4_jax.rl import trace
 
 # Mean |log-prob gap| that miniTE reports for step 0, dense and MoE, by
 # (learner, sampler); which of the two comes first is inferred. The three with
@@ -164,6 +165,9 @@ def main(cfg: Config, log: run.Log) -> None:
       logprobs = learn(cfg, start, policies[cell.learner], completed)
       row = cell._asdict() | measure(completed, logprobs)
       row['equal'] = policies[cell.learner] == policies[name]
+      row['first_difference'] = _first_difference(
+          cfg, start, policies[cell.learner], policies[name], row['max']
+      )
       log(row)
       done.add(cell)
       progress(len(done), f'{cell.learner} / {name}: {row["mean"]:.4f}')
@@ -227,10 +231,11 @@ def make_cells(cfg: Config, model: model_config.ModelConfig) -> Iterator[Cell]:
       yield Cell(cause, 'bf16', name)
 
   kept = _kept(cfg, model)
-  base = [('nvfp4', 'nvfp4'), ('bf16', 'nvfp4')]
+  base = [('bf16', 'nvfp4'), ('nvfp4', 'nvfp4')]
   formats = ('bf16', 'nvfp4', 'mxfp8')
   pairs = {
-      'formats': [(a, b) for a in formats for b in formats],
+      'formats': [*base]
+      + [(a, b) for a in formats for b in formats if (a, b) not in base],
       'activations': [
           *base,
           ('w4a16', 'w4a16'),
@@ -248,7 +253,6 @@ def make_cells(cfg: Config, model: model_config.ModelConfig) -> Iterator[Cell]:
       ],
       'kv_cache': [
           *base,
-          ('bf16', 'bf16'),
           ('bf16', 'bf16, fp8 KV'),
           ('bf16, fp8 KV', 'bf16, fp8 KV'),
           ('nvfp4', 'nvfp4, fp8 KV'),
@@ -380,9 +384,9 @@ def measure(completed: Completed, logprobs: np.ndarray) -> dict[str, Any]:
 def make_table(rows: Sequence[Mapping[str, Any]]) -> str:
   """Returns the rows as a Markdown table."""
   lines = [
-      '| cause | learner | sampler | mean gap | over base | max | k1 | k3 |'
-      ' published, dense / MoE |',
-      '|---|---|---|---|---|---|---|---|---|',
+      '| cause | learner | sampler | mean gap | over base | max | k1 | k3'
+      ' | parts at | published, dense / MoE |',
+      '|---|---|---|---|---|---|---|---|---|---|',
   ]
   bases = {}
   for row in rows:
@@ -397,9 +401,46 @@ def make_table(rows: Sequence[Mapping[str, Any]]) -> str:
         f'| {row["cause"]} | {row["learner"]} | {row["sampler"]}'
         f' | {row["mean"]:.4f} ± {row["half_width"]:.4f} | {over}'
         f' | {row["max"]:.2f} | {row["k1"]:.4f} | {row["k3"]:.4f}'
+        f' | {row["first_difference"] or ""}'
         f' | {" / ".join(f"{value:.4f}" for value in published)} |'
     )
   return '\n'.join([*lines, '', f'Published: {PUBLISHED_SOURCE}.', ''])
+
+
+def _first_difference(cfg, start, learner_policy, sampler_policy, largest):
+  """Returns where learner and sampler part, or None if they do not.
+
+  Where the policies differ, they say it; else a few completions are traced.
+  """
+  pair = recipes.Recipe('', learner_policy, sampler_policy, source='')
+  paths = transformer.param_paths(start.model)
+  unequal = recipes.differences(pair, paths)
+  if unequal:
+    path, what = next(iter(unequal.items()))
+    return f'{path}: {what}'
+  if not largest:
+    return None
+  quantizer, tree = _stacked(start, learner_policy)
+  problems = [
+      start.task.problem('held_out', i) for i in range(min(cfg.prompts, 8))
+  ]
+  sampled = trace.sample(
+      start.model,
+      tree,
+      quantizer,
+      [problem.prompt for problem in problems],
+      rollouts.step_key(cfg.seed, 0),
+      sampler.SampleConfig(
+          start.task.max_answer_tokens, start.task.eos_ids, cfg.temperature
+      ),
+  )
+  learned = trace.trace_learner(start.model, tree, quantizer, tree, sampled)
+  replayed = trace.trace_sampler(start.model, tree, quantizer, sampled)
+  for found in trace.differences(learned, replayed, sampled):
+    if found.first is not None:
+      position, row = found.first
+      return f'{found.stage}, token {position} of row {row}'
+  return None
 
 
 def _kept(cfg, model):

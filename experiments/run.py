@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import importlib
 import json
+import os
 import pathlib
 import signal
 import sys
@@ -25,6 +26,10 @@ import tyro
 from nvfp4_jax import config
 from nvfp4_jax import files
 from nvfp4_jax import self_check
+
+# Triton's matmuls have tiles that XLA tunes for each program, and so sums in an
+# order of each program's own: learner and sampler would not have the same bits.
+GPU_FLAGS = ('--xla_gpu_enable_triton_gemm=false',)
 
 
 class Experiment(Protocol):
@@ -183,6 +188,17 @@ def save_config(workdir: pathlib.Path, cfg: Any) -> None:
   files.write_atomically(workdir / 'config.json', text)
 
 
+def aligned(table: Sequence[Sequence[str]]) -> str:
+  """Returns the lines of a table, the first column to the left."""
+  widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+  lines = []
+  for first, *rest in table:
+    cells = [first.ljust(widths[0])]
+    cells += [c.rjust(w) for c, w in zip(rest, widths[1:], strict=True)]
+    lines.append('  '.join(cells) + '\n')
+  return ''.join(lines)
+
+
 def launch[C: Experiment](
     main: Callable[[C, Log], None],
     presets: Mapping[str, tuple[str, C]],
@@ -190,7 +206,8 @@ def launch[C: Experiment](
 ) -> None:
   """Runs `main` with the configuration that the command line asks for.
 
-  Before that, the device is checked (`nvfp4_jax.self_check`).
+  Before that, XLA is told `GPU_FLAGS`, unless XLA_FLAGS says otherwise, and the
+  device is checked (`nvfp4_jax.self_check`).
 
   Args:
     main: takes the configuration and the log.
@@ -205,9 +222,19 @@ def launch[C: Experiment](
         dict(presets), args=args, use_underscores=True
     )
     _refuse_other_run(cfg)
+  _set_gpu_flags()
   self_check.check()
   save_config(cfg.workdir, cfg)
   main(cfg, Log(cfg.workdir))
+
+
+def _set_gpu_flags():
+  """Adds `GPU_FLAGS` to XLA_FLAGS; too late once a device has been used."""
+  given = os.environ.get('XLA_FLAGS', '')
+  for flag in GPU_FLAGS:
+    if flag.split('=')[0] not in given:
+      given = f'{given} {flag}'.strip()
+  os.environ['XLA_FLAGS'] = given
 
 
 def _resumed(example, args):

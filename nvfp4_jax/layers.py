@@ -45,12 +45,20 @@ class LayerWeights(NamedTuple):
     quantized: QTensors by name for the masters that run quantized.
     precisions: MatmulPrecision by name, or None for bfloat16.
     key: of gradients that are rounded stochastically; None where none are.
+    taps: where `note` puts what is computed on the way; None for nowhere.
   """
 
   params: Mapping[str, Any]
   quantized: Mapping[str, qtensor.QTensor]
   precisions: Mapping[str, matmul.MatmulPrecision | None]
   key: jax.Array | None = None
+  taps: dict[str, jax.Array] | None = None
+
+  def note(self, stage: str, x: jax.Array) -> jax.Array:
+    """Returns `x`, which becomes the tap of a stage; rows in token order."""
+    if self.taps is not None:
+      self.taps[stage] = x
+    return x
 
 
 def linear(
@@ -71,11 +79,13 @@ def linear(
     xq: `quantize_input` of `x`, where several linears share it.
 
   Returns:
-    `[..., N]` in the dtype of `x`, the bias added if the layer has one.
+    `[..., N]` in the dtype of `x`, the bias added if the layer has one. It is
+    noted under `name`, but for rows that are sorted by expert.
   """
   y = _product(x, weights, name, group_sizes, xq)
   bias = weights.params.get(f'{name}.bias')
-  return y if bias is None else add(y, _as(bias, x.dtype))
+  y = y if bias is None else add(y, _as(bias, x.dtype))
+  return y if group_sizes is not None else weights.note(name, y)
 
 
 def _product(x, weights, name, group_sizes, xq):
@@ -253,6 +263,8 @@ def mlp(
     xq = quantize_input(x, weights, (gate, up))
   project = functools.partial(linear, weights=weights, group_sizes=group_sizes)
   hidden = swiglu(project(x, name=gate, xq=xq), project(x, name=up, xq=xq))
+  if group_sizes is None:
+    hidden = weights.note(f'{prefix}.swiglu', hidden)
   return project(hidden, name=down)
 
 
@@ -283,9 +295,11 @@ def moe(
   tokens, k = x.shape[0], experts_per_token
   w = weights.params['mlp.gate']
   logits = matmul.unquantized_matmul(x.astype(jnp.float32), w, dtype=x.dtype)
+  logits = weights.note('mlp.gate', logits)
   bias = weights.params.get('mlp.gate.e_score_correction_bias')
   experts, gates = routing.route(logits, bias, router, k, experts)
-  gates = _round(gates, x.dtype)
+  experts = weights.note('mlp.gate.experts', experts)
+  gates = weights.note('mlp.gate.weights', _round(gates, x.dtype))
 
   order = jnp.argsort(experts.reshape(-1), stable=True)
   inverse = jnp.argsort(order)

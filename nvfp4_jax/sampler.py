@@ -5,7 +5,7 @@ per-token activation scales its tokens and log-probs do not change with the
 other rows, with padding or with the length of the cache.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 import dataclasses
 import functools
 
@@ -175,22 +175,32 @@ def generate(
   )
 
 
+def init_cache(
+    config: model_config.ModelConfig,
+    precision_policy: policy.PrecisionPolicy,
+    batch: int,
+    length: int,
+) -> kv_cache.KVCache:
+  """Returns an empty cache for `length` positions, in whole blocks."""
+  return kv_cache.init(
+      config.num_layers,
+      batch,
+      config.num_kv_heads,
+      -(-length // config.attention_block) * config.attention_block,
+      config.head_dim,
+      config.dtype,
+      kv_cache.SPECS[precision_policy.kv_cache],
+  )
+
+
 @functools.partial(jax.jit, static_argnames=('config', 'sample'))
 def _generate(
     config, params, quantizer, prompts, lengths, key, temperature, sample
 ):
   batch, prompt_length = prompts.shape
   needed = prompt_length + sample.max_new_tokens
-  cache_length = sample.cache_length or needed
-  cache = kv_cache.init(
-      config.num_layers,
-      batch,
-      config.num_kv_heads,
-      -(-cache_length // config.attention_block) * config.attention_block,
-      config.head_dim,
-      config.dtype,
-      kv_cache.SPECS[quantizer.policy.kv_cache],
-  )
+  length = sample.cache_length or needed
+  cache = init_cache(config, quantizer.policy, batch, length)
   hidden, cache, experts = transformer.prefill(
       config, params, prompts, lengths, quantizer, cache
   )
@@ -209,7 +219,7 @@ def _generate(
   )
   state = _sample_token(params, hidden, state, temperature, sample)
   capacity = kv_cache.capacity(cache)
-  for live in _live_lengths(prompt_length, capacity, config):
+  for live in live_lengths(config, prompt_length, capacity):
     state = _decode_while_shorter(
         config, params, quantizer, state, temperature, sample, live
     )
@@ -230,8 +240,18 @@ def _clear_padding(experts, lengths, needed):
   return jnp.pad(experts, ((0, 0), (0, room), (0, 0), (0, 0)))
 
 
-def _live_lengths(prompt_length, cache_length, config):
-  """Yields how much of the cache is attended to, doubling up to all of it."""
+def live_lengths(
+    config: model_config.ModelConfig, prompt_length: int, cache_length: int
+) -> Iterator[int]:
+  """Yields how much of the cache is attended to, doubling up to all of it.
+
+  Decoding goes on to the next one when a running row does not fit any more.
+
+  Args:
+    config: the model.
+    prompt_length: of the padded prompts.
+    cache_length: of the whole cache.
+  """
   live = config.attention_block
   while live < min(prompt_length + 1, cache_length):
     live *= 2

@@ -6,6 +6,7 @@ per-layer tree, `layers` a list of dicts, is what initialization and checkpoints
 hold; `stack` and `unstack` convert.
 """
 
+import collections
 from collections.abc import Callable, Sequence
 import dataclasses
 import itertools
@@ -197,6 +198,7 @@ def forward(
     quantized: policy.ParamTree | None = None,
     expert_ids: jax.Array | None = None,
     remat: bool = False,
+    taps: dict[str, Any] | None = None,
 ) -> jax.Array:
   """Returns the last hidden states, all positions at once (teacher-forced).
 
@@ -211,6 +213,10 @@ def forward(
       the L layers that have experts, to be replayed; None to choose them.
     remat: compute the inside of a layer again for its gradient, instead of
       keeping it.
+    taps: an empty dict, which gets what is computed on the way: `embed_tokens`
+      and `norm` `[B, T, D]`; `layers`, for each segment an ordered dict of
+      `[L, B, T, F]` by stage, in the order of computation. Stages are named
+      after modules (`self_attn.q_proj`). None to keep nothing.
 
   Returns:
     `[B, T, D]` of `config.dtype`, normalized; `logits` makes logits of them.
@@ -227,6 +233,7 @@ def forward(
       quantized=quantized,
       expert_ids=expert_ids,
       remat=remat,
+      taps=taps,
   )
   return hidden
 
@@ -238,6 +245,8 @@ def prefill(
     lengths: jax.Array,
     quantizer: policy.Quantizer,
     cache: kv_cache.KVCache,
+    *,
+    taps: dict[str, Any] | None = None,
 ) -> tuple[jax.Array, kv_cache.KVCache, jax.Array | None]:
   """Runs prompts and fills the cache.
 
@@ -248,6 +257,7 @@ def prefill(
     lengths: `[B]` int32 prompt lengths, at least 1.
     quantizer: decides the precision of every linear.
     cache: an empty cache of at least P positions.
+    taps: see `forward`.
 
   Returns:
     Hidden states `[B, D]` of each row's last token, the cache, and the experts
@@ -255,7 +265,7 @@ def prefill(
   """
   positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
   hidden, cache, experts = _run(
-      config, params, tokens, positions, quantizer, cache=cache
+      config, params, tokens, positions, quantizer, cache=cache, taps=taps
   )
   last = jnp.take_along_axis(hidden, lengths[:, None, None] - 1, axis=1)
   return last[:, 0], dataclasses.replace(cache, lengths=lengths), experts
@@ -268,6 +278,8 @@ def decode_step(
     quantizer: policy.Quantizer,
     cache: kv_cache.KVCache,
     live: int,
+    *,
+    taps: dict[str, Any] | None = None,
 ) -> tuple[jax.Array, kv_cache.KVCache, jax.Array | None]:
   """Runs one more token of every row.
 
@@ -279,6 +291,7 @@ def decode_step(
     cache: the cache.
     live: how many positions of the cache are attended to; every row's length
       must be below it.
+    taps: see `forward`; T is 1.
 
   Returns:
     Hidden states `[B, D]`, the cache with lengths one longer, and the experts
@@ -292,6 +305,7 @@ def decode_step(
       quantizer,
       cache=cache,
       live=live,
+      taps=taps,
   )
   cache = dataclasses.replace(cache, lengths=cache.lengths + 1)
   return hidden[:, 0], cache, experts
@@ -316,6 +330,7 @@ def _run(
     live=None,
     expert_ids=None,
     remat=False,
+    taps=None,
 ) -> tuple[jax.Array, Any, jax.Array | None]:
   """Runs all layers; `live` is None but in a decode step.
 
@@ -327,8 +342,8 @@ def _run(
   all_precisions = policy.segment_precisions(quantizer.policy, params)
   rope = _rope(config, tokens, positions, cache)
   kv_spec = kv_cache.SPECS[quantizer.policy.kv_cache]
-  x = layers.embed(tokens, params['embed_tokens'], config.dtype)
-  layer, all_experts = jnp.int32(0), []
+  x = embedded = layers.embed(tokens, params['embed_tokens'], config.dtype)
+  layer, all_experts, all_noted = jnp.int32(0), [], []
   for i, (segment, precisions) in enumerate(
       zip(params['layers'], all_precisions, strict=True)
   ):
@@ -342,27 +357,33 @@ def _run(
       x, cache, layer = carry
       params, quantized, experts = weights
       key = policy.fold_in(quantizer, layer).key
-      weights = layers.LayerWeights(params, quantized, precisions, key)
+      noted = None if taps is None else collections.OrderedDict()
+      weights = layers.LayerWeights(params, quantized, precisions, key, noted)
       with jax.named_scope('attention'):
         y, cache = _attention(
             config, weights, x, positions, rope, kv_spec, cache, layer, live
         )
-      x = layers.add(x, y)
+      x = weights.note('attention_residual', layers.add(x, y))
       with jax.named_scope('mlp'):
         y, experts = _mlp(config, weights, x, experts)
-      return (layers.add(x, y), cache, layer + 1), experts
+      x = weights.note('mlp_residual', layers.add(x, y))
+      noted = jax.tree.map(lambda t: t.reshape(*tokens.shape, -1), noted)
+      return (x, cache, layer + 1), (experts, noted)
 
-    (x, cache, layer), experts = lax.scan(
+    (x, cache, layer), (experts, noted) = lax.scan(
         jax.checkpoint(body) if remat else body,
         (x, cache, layer),
         (segment, segment_q, replayed),
     )
+    all_noted.append(noted)
     if experts is not None:
       all_experts.append(experts)
   experts = jnp.concatenate(all_experts) if all_experts else None
   if experts is not None:
     experts = jnp.moveaxis(experts, 0, 2)
   x = layers.rms_norm(x, params['norm'], config.norm_eps)
+  if taps is not None:
+    taps.update(embed_tokens=embedded, layers=tuple(all_noted), norm=x)
   return x, cache, experts
 
 
@@ -371,6 +392,7 @@ def _attention(
 ):
   heads = lambda t, n: t.reshape(*x.shape[:2], n, config.head_dim)
   h = layers.rms_norm(x, weights.params['input_layernorm'], config.norm_eps)
+  h = weights.note('input_layernorm', h)
   names = tuple(f'self_attn.{n}_proj' for n in 'qkv')
   hq = layers.quantize_input(h.reshape(-1, h.shape[-1]), weights, names)
   q, k, v = (layers.linear(h, weights, name, xq=hq) for name in names)
@@ -381,8 +403,12 @@ def _attention(
         layers.rms_norm(t, weights.params[f'self_attn.{n}'], config.norm_eps)
         for t, n in ((q, 'q_norm'), (k, 'k_norm'))
     )
+    weights.note('self_attn.q_norm', q)
+    weights.note('self_attn.k_norm', k)
   q = layers.rope(q, *rope, scale=config.head_dim**-0.5)
-  k = layers.rope(k, *rope).transpose(0, 2, 1, 3)
+  q = weights.note('self_attn.q_rope', q)
+  k = weights.note('self_attn.k_rope', layers.rope(k, *rope))
+  k = k.transpose(0, 2, 1, 3)
   if cache is None:
     k, v = (kv_cache.round_trip(t, kv_spec) for t in (k, v))
   else:
@@ -394,6 +420,7 @@ def _attention(
       k, v = kv_cache.read(cache, layer, live)
     k, v = (kv_cache.load(t, x.dtype) for t in (k, v))
   y = layers.attention(q, k, v, positions, config.attention_block)
+  y = weights.note('self_attn.attention', y)
   return layers.linear(y, weights, 'self_attn.o_proj'), cache
 
 
@@ -401,6 +428,7 @@ def _mlp(config, weights, x, experts):
   """Returns the MLP of `x`, and the experts `[B, T, k]` or None."""
   gain = weights.params['post_attention_layernorm']
   h = layers.rms_norm(x, gain, config.norm_eps).reshape(-1, x.shape[-1])
+  h = weights.note('post_attention_layernorm', h)
   if 'mlp.gate' not in weights.params:
     return layers.mlp(h, weights, 'mlp').reshape(x.shape), None
   k = config.experts_per_token
@@ -410,6 +438,7 @@ def _mlp(config, weights, x, experts):
   if config.shared_expert_dim:
     y = y + layers.mlp(h, weights, 'mlp.shared_experts').astype(jnp.float32)
   y = exact.to_bfloat16(y) if x.dtype == jnp.bfloat16 else y
+  y = weights.note('mlp', y)
   return y.reshape(x.shape), experts.reshape(*x.shape[:2], k)
 
 
