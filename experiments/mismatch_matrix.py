@@ -175,7 +175,7 @@ def main(cfg: Config, log: run.Log) -> None:
   table = make_table(rows)
   files.write_atomically(cfg.workdir / 'matrix.md', table)
   print(table)
-  path = plots.mismatch_matrix(rows, cfg.workdir / 'figures')
+  path = plots.mismatch_matrix(rows, PUBLISHED, cfg.workdir / 'figures')
   print(f'Figure: {path}', file=sys.stderr)
 
 

@@ -153,12 +153,16 @@ def backward_modes(workdir: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
 
 
 def mismatch_matrix(
-    rows: Sequence[Mapping[str, Any]], folder: pathlib.Path
+    rows: Sequence[Mapping[str, Any]],
+    published: Mapping[tuple[str, str], tuple[float, float]],
+    folder: pathlib.Path,
 ) -> pathlib.Path:
   """Draws the mean |log-prob gap| of every cell, a panel a cause.
 
   Args:
     rows: of experiments.mismatch_matrix, in the order of its cells.
+    published: gaps of a dense model and a mixture of experts that others
+      report, by learner and sampler.
     folder: where `mismatch_matrix.png` is written.
 
   Returns:
@@ -185,6 +189,12 @@ def mismatch_matrix(
         xerr=[row['half_width'] for row in cells],
         color=['C0' if row['equal'] else 'C1' for row in cells],
     )
+    for i, row in enumerate(cells):
+      gap = row['mean']
+      text = f' {gap:.3f}' if gap else ' 0'
+      axis.text(gap + row['half_width'], i, text, va='center', fontsize=6)
+      others = published.get((row['learner'], row['sampler']), ())
+      axis.plot(others, [i] * len(others), 'kD', markersize=3)
     axis.set(
         title=cause,
         yticks=range(len(cells)),
@@ -192,11 +202,11 @@ def mismatch_matrix(
         xlim=(0, None),
     )
     axis.tick_params(axis='y', labelsize=7)
-    axis.set_xscale('symlog', linthresh=1e-2)
+    axis.margins(x=0.12)
     axis.grid(alpha=0.3, axis='x')
   figure.supxlabel(
       'mean |learner - sampler log-prob|, nats; learner / sampler, blue where'
-      ' they are equal',
+      ' they are equal; diamonds: published, dense and MoE',
       fontsize=9,
   )
   return _save(figure, folder / 'mismatch_matrix.png')
