@@ -19,8 +19,10 @@ metrics.jsonl gets every number, stdout tables and the first difference. The
 exit code is 0 if there is none, 1 if there is one.
 """
 
+import collections
 from collections.abc import Iterator, Sequence
 import dataclasses
+import itertools
 import pathlib
 import tempfile
 from typing import Any
@@ -66,7 +68,7 @@ class Config:
   checkpoint: pathlib.Path | None = None  # a Hugging Face folder
   warm_start: pathlib.Path | None = None  # a workdir of experiments.sft
   model: model_config.ModelConfig = model_config.tiny(16)  # without either
-  task: tasks.TaskConfig = tasks.TaskConfig()  # has the prompts
+  task: tasks.TaskConfig = tasks.TaskConfig()  # a warm start has its own
   prompts: int = 8  # held-out problems
   max_new_tokens: int = 16
   seed: int = 0  # of sampling, and of a model without checkpoint
@@ -453,9 +455,29 @@ def _policy_text(rows):
   text = f'Recipe {row["recipe"]}: two policies, by design.\n'
   for key in ('in_learner_only', 'in_sampler_only', 'in_both_differently'):
     if row[key]:
-      count, name = len(row[key]), key.replace('_', ' ')
-      text += f'  quantized {name} ({count}): {", ".join(row[key])}\n'
+      text += f'Quantized {key.replace("_", " ")}, {len(row[key])} weights:\n'
+      text += ''.join(f'  {line}\n' for line in _ranges(row[key]))
   return text
+
+
+def _ranges(paths):
+  """Yields the paths, those of neighbouring layers as one."""
+  layers = collections.defaultdict(list)
+  for path in paths:
+    head, _, rest = path.partition('.')
+    if head != 'layers':
+      yield path
+      continue
+    layer, _, name = rest.partition('.')
+    layers[name].append(int(layer))
+  for name, numbers in layers.items():
+    # In a run of neighbours, number - index is constant.
+    for _, run_of in itertools.groupby(
+        enumerate(numbers), lambda item: item[1] - item[0]
+    ):
+      run_of = [number for _, number in run_of]
+      last = f'-{run_of[-1]}' if len(run_of) > 1 else ''
+      yield f'layers.{run_of[0]}{last}.{name}'
 
 
 def _weight_text(rows):

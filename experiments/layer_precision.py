@@ -16,20 +16,33 @@ KL(bfloat16 || quantized). Kinds of rows:
 * `shared_experts`: they stay bfloat16, where the model has them.
 
 `saved` is the share of the gap of `all` that a row is without.
+
+activations.jsonl says what the inputs of each layer's linears lose in NVFP4
+with a scale per token: the share of non-zero elements that become zero, and the
+error |Q(x) - x| / |x|; by itself, and with the residuals of ResQ and QUADS.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 import dataclasses
 import pathlib
 import sys
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 
 from experiments import mismatch_matrix
 from experiments import plots
 from experiments import run
+from nvfp4_jax import formats
 from nvfp4_jax import policy
+from nvfp4_jax import qtensor
+from nvfp4_jax import quantization
 from nvfp4_jax import recipes
+from nvfp4_jax import residual
 from nvfp4_jax.models import config as model_config
+from nvfp4_jax.rl import trace
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +74,23 @@ PRESETS = {
 }
 
 
+_TOKEN = quantization.QuantSpec('nvfp4', 'token')
+_BLOCK = formats.NVFP4.block
+# As the samplers of these recipes have them.
+_RESIDUALS = {
+    'resq': residual.Residual('elements', 0.5),
+    'quads': residual.Residual('channels', 0.0625),
+}
+# What linears read it, by the stage of a trace; experts sort their own rows.
+_INPUTS = {
+    'input_layernorm': 'q, k, v',
+    'self_attn.attention': 'o',
+    'post_attention_layernorm': 'gate, up',
+    'mlp.swiglu': 'down',
+    'mlp.shared_experts.swiglu': 'down of shared experts',
+}
+
+
 class Case(NamedTuple):
   """One precision policy: its kind, and which or how many layers."""
 
@@ -80,6 +110,7 @@ def main(cfg: Config, log: run.Log) -> None:
   rows = run.read_rows(log.path)
   done = {Case(row['kind'], row['layers']) for row in rows}
   completed = mismatch_matrix.complete(matrix, start, policy.BF16)
+  _log_activations(cfg, matrix, start)
   progress = run.Progress('policies', len(cases), len(done))
   for case, precision_policy in cases.items():
     if case in done:
@@ -97,6 +128,62 @@ def main(cfg: Config, log: run.Log) -> None:
     )
   path = plots.layer_precision(rows, cfg.workdir / 'figures')
   print(f'Figure: {path}', file=sys.stderr)
+
+
+def activation_losses(
+    x: jax.Array, residuals: Mapping[str, residual.Residual]
+) -> Mapping[str, float]:
+  """Returns what activations lose, by themselves and with each residual.
+
+  Args:
+    x: `[M, K]` bfloat16.
+    residuals: by name.
+
+  Returns:
+    `underflow` and `error`, and the same of each residual, `underflow_NAME`.
+  """
+  kept = {'': qtensor.dequantize(quantization.quantize(x, _TOKEN), 'float32')}
+  for name, extra in residuals.items():
+    kept[f'_{name}'] = residual.compensated(x, _TOKEN, extra)
+  exact, losses = x.astype(jnp.float32), {}
+  live = jnp.maximum(jnp.sum(exact != 0), 1)
+  for name, values in kept.items():
+    zeroed = jnp.sum((values == 0) & (exact != 0))
+    error = jnp.linalg.norm(values - exact) / jnp.linalg.norm(exact)
+    losses[f'underflow{name}'] = float(zeroed / live)
+    losses[f'error{name}'] = float(error)
+  return losses
+
+
+def _log_activations(cfg, matrix, start):
+  log = run.Log(cfg.workdir, 'activations.jsonl')
+  if run.read_rows(log.path):
+    return
+  quantizer, tree = mismatch_matrix.stacked(start, policy.BF16)
+  sampled = mismatch_matrix.sample(matrix, start, quantizer, tree)
+  traced = trace.trace_learner(start.model, tree, quantizer, tree, sampled)
+  ends = sampled.lengths + sampled.counts - 1
+  live = np.arange(sampled.tokens.shape[1]) < ends[:, None]
+  rows: list[dict[str, Any]] = []
+  for stage, x in traced.stages.items():
+    _, _, name = stage.removeprefix('layers.').partition('.')
+    if name in _INPUTS and x.shape[-1] % _BLOCK == 0:
+      x = jnp.asarray(x[live], jnp.bfloat16)
+      losses = activation_losses(x, _RESIDUALS)
+      layer = int(stage.split('.')[1])
+      rows.append({'layer': layer, 'input': _INPUTS[name], **losses})
+  for row in rows:
+    log(row)
+  for name in _INPUTS.values():
+    own = [row for row in rows if row['input'] == name]
+    if own:
+      mean = lambda key, own=own: sum(row[key] for row in own) / len(own)
+      print(
+          f'{name:>22}  underflow {mean("underflow"):.3f}, with ResQ'
+          f' {mean("underflow_resq"):.3f}, QUADS {mean("underflow_quads"):.3f};'
+          f'  error {mean("error"):.3f}, {mean("error_resq"):.3f},'
+          f' {mean("error_quads"):.3f}'
+      )
 
 
 def make_cases(

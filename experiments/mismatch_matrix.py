@@ -54,6 +54,7 @@ PUBLISHED = {
     ('w4a16', 'w4a16'): (0.0139, 0.0166),
     ('w4a8', 'w4a8'): (0.0363, 0.0227),
 }
+_TRACED = 8  # problems
 PUBLISHED_SOURCE = 'miniTE, "Diagnosing and Bridging the Execution Gap"'
 
 
@@ -302,7 +303,7 @@ def complete(
     cfg: Config, start: grpo.Start, precision_policy: policy.PrecisionPolicy
 ) -> Completed:
   """Returns what a sampler under this policy makes of the problems."""
-  quantizer, tree = _stacked(start, precision_policy)
+  quantizer, tree = stacked(start, precision_policy)
   settings = rollouts.RolloutConfig(cfg.prompts, 1, cfg.temperature)
   parts = []
   for first in range(0, cfg.prompts, cfg.batch):
@@ -331,7 +332,7 @@ def learn(
     completed: Completed,
 ) -> np.ndarray:
   """Returns the log-probs `[B, T]` of a learner under this policy."""
-  quantizer, tree = _stacked(start, precision_policy)
+  quantizer, tree = stacked(start, precision_policy)
   parts = [
       learner.logprobs(
           start.model,
@@ -344,6 +345,42 @@ def learn(
       for i in range(0, cfg.prompts, cfg.batch)
   ]
   return np.concatenate([np.asarray(part) for part in parts])
+
+
+def stacked(
+    start: grpo.Start, precision_policy: policy.PrecisionPolicy
+) -> tuple[policy.Quantizer, policy.ParamTree]:
+  """Returns the quantizer, and the tree that it runs."""
+  quantizer = policy.Quantizer(precision_policy)
+  paths = transformer.param_paths(start.model)
+  segments = policy.segments([precision_policy], paths)
+  masters = transformer.stack(start.params, segments)
+  tree = policy.quantize_params(quantizer, masters, dtype=start.model.dtype)
+  return quantizer, tree
+
+
+def sample(
+    cfg: Config,
+    start: grpo.Start,
+    quantizer: policy.Quantizer,
+    tree: policy.ParamTree,
+) -> trace.Sampled:
+  """Returns completions of the first few problems, to be traced."""
+  problems = [
+      start.task.problem('held_out', i)
+      for i in range(min(cfg.prompts, _TRACED))
+  ]
+  settings = sampler.SampleConfig(
+      start.task.max_answer_tokens, start.task.eos_ids, cfg.temperature
+  )
+  return trace.sample(
+      start.model,
+      tree,
+      quantizer,
+      [problem.prompt for problem in problems],
+      rollouts.step_key(cfg.seed, 0),
+      settings,
+  )
 
 
 def measure(completed: Completed, logprobs: np.ndarray) -> dict[str, Any]:
@@ -420,20 +457,8 @@ def _first_difference(cfg, start, learner_policy, sampler_policy, largest):
     return f'{path}: {what}'
   if not largest:
     return None
-  quantizer, tree = _stacked(start, learner_policy)
-  problems = [
-      start.task.problem('held_out', i) for i in range(min(cfg.prompts, 8))
-  ]
-  sampled = trace.sample(
-      start.model,
-      tree,
-      quantizer,
-      [problem.prompt for problem in problems],
-      rollouts.step_key(cfg.seed, 0),
-      sampler.SampleConfig(
-          start.task.max_answer_tokens, start.task.eos_ids, cfg.temperature
-      ),
-  )
+  quantizer, tree = stacked(start, learner_policy)
+  sampled = sample(cfg, start, quantizer, tree)
   learned = trace.trace_learner(start.model, tree, quantizer, tree, sampled)
   replayed = trace.trace_sampler(start.model, tree, quantizer, sampled)
   for found in trace.differences(learned, replayed, sampled):
@@ -462,16 +487,6 @@ def _by_sampler(cells, done):
 def _in_order(cells, rows):
   by_cell = {Cell(*(row[f] for f in Cell._fields)): row for row in rows}
   return [by_cell[cell] for cell in cells]
-
-
-def _stacked(start, precision_policy):
-  """Returns the quantizer, and the tree that it runs."""
-  quantizer = policy.Quantizer(precision_policy)
-  paths = transformer.param_paths(start.model)
-  segments = policy.segments([precision_policy], paths)
-  masters = transformer.stack(start.params, segments)
-  tree = policy.quantize_params(quantizer, masters, dtype=start.model.dtype)
-  return quantizer, tree
 
 
 def _on_host(completions: sampler.Completions) -> Completed:

@@ -111,7 +111,8 @@ class CommandTest(parameterized.TestCase):
     self.assertEqual(
         rows[-1]['stages'], 'layer 0, mlp.gate_proj, token position 0, row 0'
     )
-    for text in (rows[-1]['stages'], 'two policies, by design', paths[0]):
+    where = '  layers.0-1.mlp.gate_proj\n'
+    for text in (rows[-1]['stages'], 'two policies, by design', where):
       self.assertIn(text, printed)
 
   def test_a_byte_that_is_lost_on_disk_ends_with_1(self):

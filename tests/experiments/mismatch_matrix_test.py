@@ -6,6 +6,7 @@ import tempfile
 
 from absl.testing import absltest
 import numpy as np
+import pytest
 
 from experiments import layer_precision
 from experiments import mismatch_matrix
@@ -17,7 +18,9 @@ from nvfp4_jax.models import config as model_config
 from nvfp4_jax.models import transformer
 
 
+@pytest.mark.slow
 class SmokeTest(absltest.TestCase):
+  """By default colab/03_mismatch.ipynb runs the preset of the matrix."""
 
   def test_presets_run_and_resume(self):
     folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
@@ -49,6 +52,13 @@ class SmokeTest(absltest.TestCase):
     # There is one layer.
     self.assertEqual((only['mean'], but['mean']), (whole['mean'], 0.0))
     self.assertEqual((only['saved'], but['saved']), (0.0, 1.0))
+    rows = run.read_rows(folder / 'layers' / 'activations.jsonl')
+    names = [row['input'] for row in rows]
+    self.assertEqual(names, ['q, k, v', 'o', 'gate, up', 'down'])
+    for row in rows:
+      self.assertLess(row['error_resq'], row['error'])
+      self.assertLess(row['error_quads'], row['error'])
+      self.assertLessEqual(row['underflow_resq'], row['underflow'])
 
 
 class CellsTest(absltest.TestCase):
@@ -114,6 +124,11 @@ class CellsTest(absltest.TestCase):
           'shared_experts': everything,
       }
       self.assertEqual(layers, wanted[case.kind])
+
+  def test_residuals_are_those_of_the_recipes(self):
+    for name, extra in layer_precision._RESIDUALS.items():
+      for rule in recipes.get(name).sampler.rules:
+        self.assertEqual(rule.precision.residual, extra)
 
   def test_unknown_cause_is_refused(self):
     with self.assertRaisesRegex(ValueError, "'gamma' is not one of"):
