@@ -102,6 +102,20 @@ class Config:
       )
     if self.max_skipped < 1:
       raise ValueError(f'max_skipped {self.max_skipped} is below 1.')
+    if self.checkpoint is None:
+      self._check_unused(f'task {self.task.name!r}', 'max_answer_tokens')
+    else:
+      self._check_unused('a run from a checkpoint', 'model', 'supervised')
+    if not self.reward_workers:
+      self._check_unused('reward_workers 0', 'reward_timeout')
+
+  def _check_unused(self, by, *names):
+    for name in names:
+      if (value := getattr(self, name)) != _DEFAULTS[name]:
+        raise ValueError(f'{name} {value!r} is not used by {by}.')
+
+
+_DEFAULTS = {f.name: f.default for f in dataclasses.fields(Config)}
 
 
 def make_recipe(

@@ -19,6 +19,7 @@ metrics.jsonl, a table to matrix.md, a picture to figures/.
 
 from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
+import functools
 import pathlib
 import sys
 from typing import Any, NamedTuple
@@ -287,15 +288,15 @@ def make_cells(cfg: Config, model: model_config.ModelConfig) -> Iterator[Cell]:
 
 def load_start(cfg: Config) -> grpo.Start:
   """Returns model, weights and task; a warm start is made if it is missing."""
-  settings = grpo.Config(
-      workdir=cfg.workdir,
-      checkpoint=cfg.checkpoint,
-      supervised=cfg.supervised,
-      model=cfg.model,
-      task=cfg.task,
-      max_answer_tokens=cfg.max_answer_tokens,
-      seed=cfg.seed,
+  make = functools.partial(
+      grpo.Config, workdir=cfg.workdir, task=cfg.task, seed=cfg.seed
   )
+  if cfg.checkpoint is None:
+    settings = make(supervised=cfg.supervised, model=cfg.model)
+  else:
+    settings = make(
+        checkpoint=cfg.checkpoint, max_answer_tokens=cfg.max_answer_tokens
+    )
   return grpo.load_start(settings)
 
 

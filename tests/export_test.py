@@ -272,6 +272,25 @@ class GlobalScaleTest(parameterized.TestCase):
     self.assertEqual(scale.view(np.uint8)[0, 0], 0x7E)
     self.assertEqual(tensors[suffix].item(), want)
 
+  @parameterized.product(
+      layout=('modelopt', 'compressed_tensors'),
+      four_over_six=(None, 'mse'),
+      one=(False, True),
+  )
+  def test_report_a1_zeros_have_finite_scales(self, layout, four_over_six, one):
+    x = np.zeros((2, 32), jnp.bfloat16)
+    x[0, 16] = float(one)
+    spec = quantization.QuantSpec('nvfp4', four_over_six=four_over_six)
+    q = quantization.quantize(x, spec)
+    tensors = export.layouts.encode(q, layout, scale_max=spec.scale_max)
+    _, scale, global_scale, *_ = tensors.values()
+    self.assertTrue(np.all(np.isfinite(scale.astype(np.float32))))
+    self.assertTrue(np.all(np.isfinite(global_scale)))
+    self.assertGreater(global_scale.item(), 0)
+    back = export.layouts.decode(tensors, layout, 'nvfp4', 'w')
+    values = qtensor.dequantize(jax.tree.map(jnp.asarray, back), 'float32')
+    np.testing.assert_array_equal(values, x.astype(np.float32))
+
   def test_encode_scale_is_that_of_the_quantizer(self):
     rng = np.random.default_rng(0)
     for spec in (

@@ -67,6 +67,16 @@ class DequantizeTest(chex.TestCase):
     other = (codes * scales) * np.asarray(q.global_scale)
     self.assertGreater(np.mean(other != _dequantize(q)), 0.05)
 
+  @parameterized.parameters(jnp.float32, jnp.bfloat16)
+  def test_report_22_tiny_scales_do_not_underflow(self, dtype):
+    # Their product with the block scale is rounded to float32 and no further.
+    q = _random_qtensor((24, 64), (24, 1))
+    tiny = q.replace(global_scale=q.global_scale * np.float32(2.0**-90))
+    want = np.asarray(_jitted_dequantize(q, dtype), np.float32)
+    self.assertGreater(np.mean(want != 0), 0.8)
+    got = np.asarray(_jitted_dequantize(tiny, dtype), np.float32)
+    np.testing.assert_array_equal(got, want * np.float32(2.0**-90))
+
   @chex.variants(with_jit=True, without_jit=True)
   def test_a_nan_scale_makes_exactly_its_block_nan(self):
     q = _random_qtensor((24, 64))

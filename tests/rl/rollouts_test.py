@@ -59,16 +59,16 @@ def _complete(model, cfg, task, quantizer, params, problems, key, temperature):
   )
 
 
-def _collect(table, cursor=0, **changes):
+def _collect(table, complete=_complete, **changes):
   cfg = dataclasses.replace(_CONFIG, **changes)
-  with mock.patch.object(rollouts, 'complete', _complete):
+  with mock.patch.object(rollouts, 'complete', complete):
     return rollouts.collect(
         None,
         cfg,
         _Task(table),
         None,
         None,
-        cursor=cursor,
+        cursor=0,
         version=7,
         step=0,
         seed=0,
@@ -95,6 +95,35 @@ class CollectTest(parameterized.TestCase):
     self.assertEqual((counts['tries'], counts['groups_replaced']), (2, 2))
     # Of all that were sampled.
     self.assertAlmostEqual(counts['reward'], 5 / 12, places=6)
+
+  def test_report_25_experts_stay_with_the_tokens_they_were_chosen_for(self):
+    # The kept groups come from two tries; in the second, rows are longer.
+    table = [(1, 1, 1), (0, 1, 0), (0, 0, 0), (1, 0, 0)]
+
+    def complete(model, cfg, task, quantizer, params, problems, *rest):
+      completions = _complete(
+          model, cfg, task, quantizer, params, problems, *rest
+      )
+      first = problems[0].index
+      tokens = np.pad(completions.tokens, ((0, 0), (0, first)))
+      tokens[:, 0] = [problem.index for problem in problems]
+      pad = lambda x: jnp.pad(x, ((0, 0), (0, first)))
+      return dataclasses.replace(
+          completions,
+          tokens=jnp.asarray(tokens),
+          mask=pad(completions.mask),
+          logprobs=pad(completions.logprobs),
+          expert_ids=jnp.asarray(tokens)[..., None, None] + np.arange(2),
+      )
+
+    rollout = _collect(table, complete, max_tries=3).rollout
+    np.testing.assert_array_equal(rollout.tokens[:, 0], [1, 1, 1, 3, 3, 3])
+    self.assertEqual(rollout.expert_ids.shape, (*rollout.tokens.shape, 1, 2))
+    shorter = np.s_[:3, 6:]  # padding, for which there are no experts
+    for i in range(2):
+      want = np.asarray(rollout.tokens) + i
+      want[shorter] = 0
+      np.testing.assert_array_equal(rollout.expert_ids[..., 0, i], want)
 
   def test_after_the_last_try_they_fill_up(self):
     table = [(1, 1, 1), (0, 1, 0), (0, 0, 0), (1, 1, 1)]
