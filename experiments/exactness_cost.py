@@ -180,7 +180,7 @@ def _compile(cfg, config, batch, name) -> Programs:
   return {
       'forward': lambda: forward(params, quantizer, tree, tokens, 1.0),
       'update': lambda: update(
-          jax.tree.map(jnp.copy, state), quantizer, tree, step
+          optimizer, jax.tree.map(jnp.copy, state), quantizer, tree, step
       ),
       'rollout': generate,
   }

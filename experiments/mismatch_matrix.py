@@ -120,7 +120,7 @@ PRESETS = {
             ),
             task=tasks.TaskConfig(digits=3),
             keep_layers=(1,),
-            causes=('activation_scale',),
+            causes=('all',),
             prompts=4,
         ),
     ),

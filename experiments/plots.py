@@ -1,4 +1,4 @@
-"""Figures, drawn from the rows of metrics.jsonl and from nothing else.
+"""Figures, drawn from what runs have written and from nothing else.
 
     python -m experiments.plots --runs results/demo/seed* --folder=results/demo
 
@@ -251,6 +251,53 @@ def layer_precision(
   axes[1].set(title='kept in bfloat16', xlabel='share of the gap that is saved')
   axes[1].grid(alpha=0.3, axis='x')
   return _save(figure, folder / 'layer_precision.png')
+
+
+def recipe_sweep(workdir: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
+  """Draws a sweep's reward, and each recipe's difference to the baseline.
+
+  A column for each scope and setting: means over all runs of a recipe above,
+  below the difference of the end rewards from the same warm starts with its
+  95 % interval over warm starts.
+  """
+  curves = np.load(workdir / 'curves.npz')
+  table = json.loads((workdir / 'table.json').read_text())
+  places = list(dict.fromkeys((r['scope'], r['setting']) for r in table))
+  names = list(dict.fromkeys(row['recipe'] for row in table))
+  figure, axes = plt.subplots(
+      2,
+      len(places),
+      figsize=(4 * len(places), 6.5),
+      layout='constrained',
+      squeeze=False,
+      sharey='row',
+  )
+  for (top, bottom), (scope, setting) in zip(axes.T, places, strict=True):
+    for i, name in enumerate(names):
+      chosen = curves['recipe'] == name
+      chosen &= (curves['scope'] == scope) & (curves['setting'] == setting)
+      mean = _smooth(curves['reward'][chosen].mean(axis=0))
+      top.plot(mean, color=f'C{i}', label=name)
+      place = {'scope': scope, 'setting': setting, 'recipe': name}
+      for row in table:
+        if place.items() <= row.items():
+          bottom.errorbar(
+              row.get('end_reward_difference') or 0.0,
+              -i,
+              xerr=row.get('end_reward_difference_interval') or 0.0,
+              fmt='o',
+              color=f'C{i}',
+          )
+    _label(top, f'{scope}, {setting}', 'reward')
+    bottom.axvline(0.0, color='gray', linewidth=0.8)
+    bottom.set(
+        xlabel='end reward, less that of bf16',
+        yticks=[-i for i in range(len(names))],
+        yticklabels=names,
+    )
+    bottom.grid(alpha=0.3)
+  axes[0, 0].legend(frameon=False, fontsize=7)
+  return _save(figure, folder / 'recipe_sweep.png')
 
 
 def _is(row, name, distribution):

@@ -9,6 +9,7 @@ has something to unlearn. Writes a checkpoint that experiments.grpo starts from.
 
 import dataclasses
 import pathlib
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -64,7 +65,8 @@ def main(cfg: Config, log: run.Log) -> None:
   log.rewind(start)
   progress = run.Progress('warm start', cfg.steps, start)
   for step in range(start, cfg.steps):
-    tokens, mask = _batch(cfg, task, step)
+    tokens, mask = batch(cfg, task, step)
+    tokens, mask = jnp.asarray(tokens), jnp.asarray(mask)
     state, metrics = learner.supervised_step(
         cfg.model, cfg.optimizer, state, tokens, mask
     )
@@ -84,6 +86,29 @@ def load(cfg: Config) -> policy.ParamTree:
   if checkpoint.latest_step(_checkpoints(cfg)) != cfg.steps:
     raise FileNotFoundError(f'No finished warm start in {cfg.workdir}.')
   return transformer.unstack(_initial(cfg)[0].params)
+
+
+def batch(cfg: Config, task: Any, step: int) -> tuple[np.ndarray, np.ndarray]:
+  """Returns tokens `[B, T]` int32 and the mask of answer tokens, bool.
+
+  Args:
+    cfg: the run; of the batch, the probability of wrong facts, and the seed.
+    task: makes problems and misinformed answers, as `Arithmetic` does.
+    step: which batch; all have one length T.
+  """
+  rng = np.random.default_rng([cfg.seed, step])
+  rows, starts = [], []
+  for i in range(cfg.batch):
+    problem = task.problem('train', step * cfg.batch + i)
+    answer = task.misinformed_answer(problem, rng, cfg.wrong_probability)
+    rows.append((*problem.prompt, *answer))
+    starts.append(len(problem.prompt))
+  length = max(len(row) for row in rows)
+  tokens = np.array([(*row, *[0] * (length - len(row))) for row in rows])
+  ends = np.array([len(row) for row in rows])
+  at = np.arange(length)
+  mask = (at >= np.array(starts)[:, None]) & (at < ends[:, None])
+  return tokens.astype(np.int32), mask
 
 
 def _initial(cfg) -> tuple[types.TrainState, int]:
@@ -106,23 +131,6 @@ def _save(cfg, state, step):
 
 def _checkpoints(cfg):
   return cfg.workdir / 'checkpoints'
-
-
-def _batch(cfg, task, step):
-  """Returns tokens and the mask of answer tokens, of fixed length."""
-  rng = np.random.default_rng([cfg.seed, step])
-  rows, starts = [], []
-  for i in range(cfg.batch):
-    problem = task.problem('train', step * cfg.batch + i)
-    answer = task.misinformed_answer(problem, rng, cfg.wrong_probability)
-    rows.append((*problem.prompt, *answer))
-    starts.append(len(problem.prompt))
-  length = max(len(row) for row in rows)
-  tokens = np.array([(*row, *[0] * (length - len(row))) for row in rows])
-  ends = np.array([len(row) for row in rows])
-  at = np.arange(length)
-  mask = (at >= np.array(starts)[:, None]) & (at < ends[:, None])
-  return jnp.asarray(tokens, jnp.int32), jnp.asarray(mask)
 
 
 if __name__ == '__main__':

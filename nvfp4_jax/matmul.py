@@ -3,7 +3,7 @@
 The quantizers are never differentiated. With `y = x @ w.T`, `dgrad = dy @ w`
 and `wgrad = dy.T @ x`, a *backward mode* names their operands:
 
-* 'high_precision': the bfloat16 values of `x`, `w` and `dy`.
+* 'high_precision': the bfloat16 values of `x` and `w`, and `dy`.
 * 'dequantized': bfloat16 `dequantize(xq)` and `dequantize(wq)`, the operands
   that the forward pass (fprop) really multiplied, and `dy`. Gradients then
   belong to the function that was computed, and only codes and scales are kept.
@@ -14,8 +14,10 @@ and `wgrad = dy.T @ x`, a *backward mode* names their operands:
   matmul, zeros do. There, column copies have a global scale for each group, and
   `dy` by rows one for all groups, as `x` has in the forward pass.
 
-In the first two modes gradients are bfloat16 dots with float32 accumulation, in
-the last they are computed as fprop is.
+In the first two modes gradients are bfloat16 dots with float32 accumulation,
+but for `dy`, which is float32 where `x` is: a float32 model's gradients hardly
+depend on the order of sums, and so on how a batch is divided. In the last mode
+they are computed as fprop is.
 """
 
 import dataclasses
@@ -353,9 +355,13 @@ def _bwd(static, residuals, dy):
   x, w, group_sizes, key = residuals
   if static.w_dtype is None:
     raise ValueError('A gradient needs w; only wq was given.')
-  dy = _clear_dead_rows(_as(dy, static.dtype), group_sizes)
   precision = static.precision
-  if precision is not None and precision.backward == 'quantized':
+  backward = None if precision is None else precision.backward
+  dtype = static.dtype
+  if backward in ('high_precision', 'dequantized'):
+    dtype = jnp.promote_types(dtype, static.x_dtype)
+  dy = _clear_dead_rows(_as(dy, dtype), group_sizes)
+  if backward == 'quantized':
     dgrad, wgrad = _quantized_gradients(dy, x, w, group_sizes, key, precision)
   else:
     x, w = (_backward_operand(operand, static.dtype) for operand in (x, w))

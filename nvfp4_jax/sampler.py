@@ -163,7 +163,7 @@ def generate(
   if sample.record_experts and not config.num_experts:
     raise ValueError('record_experts: the model has no experts.')
   # The temperature is traced, so that greedy evaluation is the same program.
-  return _generate(
+  return generate_at(
       config,
       params,
       quantizer,
@@ -194,9 +194,21 @@ def init_cache(
 
 
 @functools.partial(jax.jit, static_argnames=('config', 'sample'))
-def _generate(
-    config, params, quantizer, prompts, lengths, key, temperature, sample
-):
+def generate_at(
+    config: model_config.ModelConfig,
+    params: policy.ParamTree,
+    quantizer: policy.Quantizer,
+    prompts: jax.Array,
+    lengths: jax.Array,
+    key: jax.Array,
+    temperature: jax.Array,
+    sample: SampleConfig,
+) -> Completions:
+  """Returns what `generate` does, at a temperature that may be traced.
+
+  Nothing is checked, and the temperature of `sample` is not looked at. It can
+  be called under vmap and inside of another program.
+  """
   batch, prompt_length = prompts.shape
   needed = prompt_length + sample.max_new_tokens
   length = sample.cache_length or needed

@@ -16,8 +16,12 @@ from nvfp4_jax import quantization
 _quantize = jax.jit(quantization.quantize, static_argnames='spec')
 _error_parts = jax.jit(diagnostics.error_parts)
 _stats = jax.jit(diagnostics.quantization_stats)
-_FUNCTIONS = (jax.jit(diagnostics.logprob_gap), jax.jit(diagnostics.kl_k3))
-_logprob_gap, _kl_k3 = _FUNCTIONS
+_FUNCTIONS = (
+    jax.jit(diagnostics.logprob_gap),
+    jax.jit(diagnostics.kl_k3),
+    jax.jit(diagnostics.kl_median),
+)
+_logprob_gap, _kl_k3, _kl_median = _FUNCTIONS
 
 
 class LogprobGapTest(chex.TestCase):
@@ -90,6 +94,32 @@ class KlK3Test(chex.TestCase):
     )
     np.testing.assert_allclose(got, want, rtol=1e-5)
     np.testing.assert_array_equal(gradient, [[0]])
+
+
+class KlMedianTest(chex.TestCase):
+
+  @chex.variants(with_jit=True, without_jit=True)
+  def test_is_the_median_of_the_means_of_sequences(self):
+    gap = jnp.array([[1.0, 3.0, 9.0], [2.0, 9.0, 9.0], [0.0, 1.0, 2.0]])
+    mask = jnp.array([[1, 1, 0], [1, 0, 0], [1, 1, 1]], bool)
+    fn = self.variant(diagnostics.kl_median)
+    got = fn(gap, jnp.zeros_like(gap), mask)  # of 2.5, 2 and 5 / 6
+    chex.assert_type(got, jnp.float32)
+    np.testing.assert_allclose(got, 2.0, rtol=1e-6)
+    # A sequence without tokens is no sequence; of two, the mean.
+    got = fn(gap, jnp.zeros_like(gap), mask.at[0].set(False))
+    np.testing.assert_allclose(got, (2 + 5 / 6) / 2, rtol=1e-6)
+
+  def test_a_few_wild_sequences_do_not_matter(self):
+    rng = np.random.default_rng(0)
+    a = np.float32(0.1 * rng.normal(size=(16, 32)))
+    mask = jnp.ones(a.shape, bool)
+    zeros = jnp.zeros(a.shape)
+    before = _kl_median(jnp.asarray(a), zeros, mask)
+    a[:3, 0] = -200.0
+    after = _kl_median(jnp.asarray(a), zeros, mask)
+    np.testing.assert_allclose(after, before, rtol=0.2)
+    self.assertGreater(_kl_k3(-jnp.asarray(a), zeros, mask), 1e5)
 
 
 class MaskTest(chex.TestCase):

@@ -30,6 +30,9 @@ PRECISIONS = {
     'per_tensor': matmul.MatmulPrecision(TENSOR, TENSOR),
     'four_over_six': FINAL,
 }
+MXFP8 = matmul.MatmulPrecision(
+    *[quantization.QuantSpec('mxfp8')] * 3, backward='quantized'
+)
 GROUP_SIZES = (11, 0, 11, 1, 0, 11)  # of 36 rows, two of them in no group
 
 
@@ -106,6 +109,18 @@ class QuantizedMatmulTest(chex.TestCase):
     )
     want = dgrad.astype(jnp.bfloat16), wgrad
     chex.assert_trees_all_equal(gradients(x, w, dy), want)
+
+  @parameterized.named_parameters(PRECISIONS.items())
+  def test_gradient_of_float32_is_not_rounded(self, precision):
+    x, w, dy = _operands(14, (15, 64), (32, 64), jnp.float32)
+    fn = lambda x, w: matmul.quantized_matmul(x, w, precision)
+    dx, dw = jax.jit(lambda x, w, dy: jax.vjp(fn, x, w)[1](dy))(x, w, dy)
+    dy, mx, mw = (
+        np.asarray(v, np.float64)
+        for v in (dy, *_mode_operands(precision, x, w))
+    )
+    np.testing.assert_allclose(dx, dy @ mw, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(dw, dy.T @ mx, rtol=1e-5, atol=1e-5)
 
   def test_modes_have_equal_forward_and_different_gradients(self):
     x, w, dy = _operands(2, (15, 64), (32, 64))
@@ -339,6 +354,43 @@ class GroupedMatmulTest(chex.TestCase):
       return fn.lower(x, w, sizes).compile().cost_analysis()['flops']
 
     self.assertLess(flops(64), 1.5 * flops(8))
+
+  @parameterized.parameters('bf16', 'per_tensor', 'quantized')
+  def test_lanes_of_a_vmap_have_the_bits_of_each_alone(self, name):
+    rows = 200
+    specs = {'bf16': None, 'quantized': MXFP8, **PRECISIONS}
+    sizes = np.zeros((3, len(GROUP_SIZES)), np.int32)
+    sizes[0] = GROUP_SIZES
+    sizes[1, 3] = rows  # one group has all rows
+    sizes[2] = (rows // 2, 5, 0, 3, rows // 3, 0)
+    args = [
+        jnp.stack(lanes)
+        for lanes in zip(
+            *(_operands(i, (rows, 64), (6, 32, 64)) for i in range(3)),
+            strict=True,
+        )
+    ]
+    run = functools.partial(_run, specs[name])
+    lanes = jax.vmap(run)(*args, jnp.asarray(sizes))
+    for i in range(3):
+      alone = run(*(x[i] for x in args), jnp.asarray(sizes[i]))
+      chex.assert_trees_all_equal(
+          jax.tree.map(lambda x, i=i: x[i], lanes), alone
+      )
+    # A weight that all lanes share, as under grad of a mean over lanes.
+    shared = jax.vmap(run, (0, None, 0, 0))(
+        args[0], args[1][0], args[2], jnp.asarray(sizes)
+    )
+    alone = run(args[0][2], args[1][0], args[2][2], jnp.asarray(sizes[2]))
+    chex.assert_trees_all_equal(jax.tree.map(lambda x: x[2], shared), alone)
+
+  def test_lanes_of_a_vmap_do_not_walk_in_lockstep(self):
+    x, w, dy = _operands(0, (2, 64, 32), (2, 4, 32, 32))
+    sizes = jnp.full((2, 4), 16, jnp.int32)
+    text = jax.jit(jax.vmap(functools.partial(_run, None))).lower(
+        x, w, dy, sizes
+    )
+    self.assertEqual(text.as_text().count('stablehlo.while'), 1)  # of wgrad
 
   def test_rows_must_be_a_matrix(self):
     with self.assertRaisesRegex(ValueError, r'not \[M, K\]'):

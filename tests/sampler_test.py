@@ -119,12 +119,12 @@ class GenerateTest(chex.TestCase):
 
   def test_prompt_lengths_and_temperatures_do_not_recompile(self):
     _generate()
-    before = sampler._generate._cache_size()
+    before = sampler.generate_at._cache_size()
     for length in range(1, 9):
       prompts = ((2,) * length,) * len(PROMPTS)
       for temperature in (0.0, 0.5, 1.0):
         _generate(prompts, dataclasses.replace(SAMPLE, temperature=temperature))
-    self.assertEqual(sampler._generate._cache_size(), before)
+    self.assertEqual(sampler.generate_at._cache_size(), before)
 
   def test_prompt_that_does_not_fit_the_cache_is_refused(self):
     sample = dataclasses.replace(SAMPLE, cache_length=12)
@@ -169,7 +169,7 @@ class MemoryTest(chex.TestCase):
       )
       masters = transformer.stack(masters, (layers,))
       tree = policy.quantize_params(quantizer, masters)
-      compiled = sampler._generate.lower(
+      compiled = sampler.generate_at.lower(
           config,
           tree,
           quantizer,

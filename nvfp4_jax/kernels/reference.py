@@ -7,6 +7,9 @@ block scales, is decoded to float32 instead and uses float32 dots.
 Grouped matmuls walk over blocks of rows, each with its own expert, in a loop
 whose trip count is the number of blocks really needed: the work grows with
 rows, not with rows times experts, as it does in `lax.ragged_dot` on CPU.
+
+Under vmap such loops would go on in lockstep, a few rows at a time. There all
+blocks that may be needed are one batched dot, with the same bits.
 """
 
 import functools
@@ -71,7 +74,7 @@ def matmul(
   """See `kernels.matmul`."""
   if group_sizes is None:
     return _dot(x, w, _LAST)
-  return _for_each_block(x, w, group_sizes, _LAST, w.shape[1])
+  return _grouped_last(x, w, group_sizes)
 
 
 @jax.jit
@@ -81,7 +84,7 @@ def dgrad(
   """See `kernels.dgrad`."""
   if group_sizes is None:
     return _dot(dy, w, _INNER)
-  return _for_each_block(dy, w, group_sizes, _INNER, w.shape[2])
+  return _grouped_inner(dy, w, group_sizes)
 
 
 @jax.jit
@@ -91,23 +94,7 @@ def wgrad(
   """See `kernels.wgrad`."""
   if group_sizes is None:
     return _dot(dy, x, _FIRST)
-  rows = x.shape[0]
-  block = _block_rows(rows, group_sizes.shape[0])
-  dy, x = _pad_rows(dy, block), _pad_rows(x, block)
-  plan = _plan_blocks(group_sizes, rows, block)
-
-  def add_block(i, dw):
-    group, start = plan.group[i], plan.start[i]
-    live = (jnp.arange(block) < plan.size[i])[:, None]
-    dy_block = lax.dynamic_slice_in_dim(dy, start, block)
-    x_block = lax.dynamic_slice_in_dim(x, start, block)
-    # Both are cleared: the rows beyond may hold NaN or infinity.
-    dy_block, x_block = (jnp.where(live, t, 0) for t in (dy_block, x_block))
-    part = _dot(dy_block, x_block, _FIRST)
-    return dw.at[group].add(part)
-
-  dw = jnp.zeros((group_sizes.shape[0], dy.shape[1], x.shape[1]), jnp.float32)
-  return lax.fori_loop(0, plan.count, add_block, dw)
+  return _grouped_wgrad(dy, x, group_sizes)
 
 
 def _decode(operand):
@@ -168,7 +155,48 @@ def _dot(x, w, dimension_numbers):
   return dot(x, w)[:rows, :features]
 
 
-def _for_each_block(x, w, group_sizes, dimension_numbers, features):
+@jax.custom_batching.custom_vmap
+def _grouped_wgrad(dy, x, group_sizes):
+  rows = x.shape[0]
+  block = _block_rows(rows, group_sizes.shape[0])
+  dy, x = _pad_rows(dy, block), _pad_rows(x, block)
+  plan = _plan_blocks(group_sizes, rows, block)
+
+  def add_block(i, dw):
+    group, start = plan.group[i], plan.start[i]
+    live = (jnp.arange(block) < plan.size[i])[:, None]
+    dy_block = lax.dynamic_slice_in_dim(dy, start, block)
+    x_block = lax.dynamic_slice_in_dim(x, start, block)
+    # Both are cleared: the rows beyond may hold NaN or infinity.
+    dy_block, x_block = (jnp.where(live, t, 0) for t in (dy_block, x_block))
+    part = _dot(dy_block, x_block, _FIRST)
+    return dw.at[group].add(part)
+
+  dw = jnp.zeros((group_sizes.shape[0], dy.shape[1], x.shape[1]), jnp.float32)
+  return lax.fori_loop(0, plan.count, add_block, dw)
+
+
+@_grouped_wgrad.def_vmap
+def _(lanes, batched, dy, x, group_sizes):
+  groups = group_sizes.shape[-1]
+  parts, first, blocks = jax.vmap(_wgrad_parts, _axes(batched))(
+      dy, x, group_sizes
+  )
+
+  def add_blocks(i, dw):  # the i-th of every group, if it has so many
+    part = jax.vmap(lambda parts, first: parts[first + i])(parts, first)
+    return dw + jnp.where((i < blocks)[:, :, None, None], part, 0.0)
+
+  dw = jnp.zeros((lanes, groups, *parts.shape[2:]), jnp.float32)
+  return lax.fori_loop(0, jnp.max(blocks), add_blocks, dw), True
+
+
+def _axes(batched):
+  """Returns `in_axes` of the arguments of a vmap rule."""
+  return tuple(0 if flag else None for flag in batched)
+
+
+def _for_each_block(x, w, group_sizes, dimension_numbers):
   rows = x.shape[0]
   block = _block_rows(rows, group_sizes.shape[0])
   x = _pad_rows(x, block)
@@ -181,10 +209,70 @@ def _for_each_block(x, w, group_sizes, dimension_numbers, features):
     # A block's surplus rows are overwritten by the next block.
     return lax.dynamic_update_slice_in_dim(y, y_block, start, 0)
 
+  features = w.shape[1 if dimension_numbers is _LAST else 2]
   y = jnp.zeros((rows + block, features), jnp.float32)
   y = lax.fori_loop(0, plan.count, write_block, y)
   live = jnp.arange(rows) < jnp.sum(group_sizes)
   return jnp.where(live[:, None], y[:rows], 0.0)
+
+
+def _blocks_at_once(x, w, group_sizes, dimension_numbers):
+  """Returns what `_for_each_block` does, by one batched dot of all blocks."""
+  rows, groups = x.shape[0], group_sizes.shape[0]
+  block = _block_rows(rows, groups)
+  plan = _plan_blocks(group_sizes, rows, block)
+  index = plan.start[:, None] + jnp.arange(block)
+  x_blocks = _take(_pad_rows(x, block), index)
+  dot = functools.partial(_dot, dimension_numbers=dimension_numbers)
+  y = jax.vmap(dot)(x_blocks, _take(w, plan.group))
+  # Where each row is: the block of its group, and its place there.
+  group = _group_of_row(group_sizes, rows)
+  ends = jnp.cumsum(group_sizes)
+  place = jnp.arange(rows) - (ends - group_sizes)[group]
+  place += plan.first[group] * block
+  place = jnp.clip(place, 0, y.shape[0] * block - 1)  # rows past all groups
+  y = _take(y.reshape(-1, y.shape[-1]), place)
+  return jnp.where((jnp.arange(rows) < ends[-1])[:, None], y, 0.0)
+
+
+def _vmappable(dimension_numbers):
+  """Returns `_for_each_block`, which vmap replaces by `_blocks_at_once`."""
+  loop = jax.custom_batching.custom_vmap(
+      lambda x, w, group_sizes: _for_each_block(
+          x, w, group_sizes, dimension_numbers
+      )
+  )
+
+  @loop.def_vmap
+  def _(lanes, batched, x, w, group_sizes):
+    del lanes
+    at_once = functools.partial(
+        _blocks_at_once, dimension_numbers=dimension_numbers
+    )
+    return jax.vmap(at_once, _axes(batched))(x, w, group_sizes), True
+
+  return loop
+
+
+_grouped_last, _grouped_inner = _vmappable(_LAST), _vmappable(_INNER)
+
+
+def _wgrad_parts(dy, x, group_sizes):
+  """Returns each block's wgrad, and each group's first block and their number.
+
+  Returns:
+    float32 `[blocks, N, K]`, int32 `[E]` and `[E]`.
+  """
+  rows, groups = x.shape[0], group_sizes.shape[0]
+  block = _block_rows(rows, groups)
+  plan = _plan_blocks(group_sizes, rows, block)
+  index = plan.start[:, None] + jnp.arange(block)
+  live = (jnp.arange(block) < plan.size[:, None])[:, :, None]
+  dy, x = (
+      jnp.where(live, _take(_pad_rows(t, block), index), 0) for t in (dy, x)
+  )
+  parts = jax.vmap(functools.partial(_dot, dimension_numbers=_FIRST))(dy, x)
+  return parts, plan.first, plan.blocks
 
 
 def _block_rows(rows, groups):
@@ -202,12 +290,16 @@ class _Plan(NamedTuple):
       number of rows from there to the end of the group.
     start: see there.
     size: see there.
+    first: each group's first block; so is `blocks`, how many it has.
+    blocks: see there.
   """
 
   count: jax.Array
   group: jax.Array
   start: jax.Array
   size: jax.Array
+  first: jax.Array
+  blocks: jax.Array
 
 
 def _plan_blocks(group_sizes, rows, block):
@@ -226,6 +318,8 @@ def _plan_blocks(group_sizes, rows, block):
       group=of_group(jnp.arange(groups)),
       start=of_group(first_row + offset),
       size=of_group(group_sizes - offset),
+      first=first_block,
+      blocks=blocks,
   )
 
 
@@ -233,6 +327,11 @@ def _group_of_row(group_sizes, rows):
   ends = jnp.cumsum(group_sizes)
   group = jnp.sum(ends[None, :] <= jnp.arange(rows)[:, None], axis=1)
   return jnp.minimum(group, group_sizes.shape[0] - 1)
+
+
+def _take(x, indices):
+  """Returns `x[indices]`, without code for indices out of bounds."""
+  return x.at[indices].get(mode='promise_in_bounds')
 
 
 def _pad_rows(x, rows):

@@ -26,16 +26,24 @@ _LOGITS_PER_CHUNK = 2**23  # 32 MiB of float32
 _FEWEST_ROWS = 8
 
 
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=('learning_rate', 'grad_clip'),
+    meta_fields=('b1', 'b2', 'weight_decay'),
+)
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-  """AdamW with global-norm clipping; static.
+  """AdamW with global-norm clipping, as a pytree.
+
+  Learning rate and clipping are leaves: changing them compiles nothing, and
+  runs under vmap may each have their own. The rest is static.
 
   Attributes:
     learning_rate: constant.
     b1: decay of the first moment.
     b2: decay of the second moment.
     weight_decay: decoupled.
-    grad_clip: largest global norm of a gradient.
+    grad_clip: largest global norm of a gradient; infinity never clips.
   """
 
   learning_rate: float = 1e-3
@@ -145,7 +153,7 @@ def logprobs(
 
 @functools.partial(
     jax.jit,
-    static_argnames=('config', 'optimizer', 'grpo', 'memory'),
+    static_argnames=('config', 'grpo', 'memory'),
     donate_argnames='state',
 )
 def train_step(
@@ -220,9 +228,7 @@ def train_step(
   return state, {name: x.astype(jnp.float32) for name, x in metrics.items()}
 
 
-@functools.partial(
-    jax.jit, static_argnames=('config', 'optimizer'), donate_argnames='state'
-)
+@functools.partial(jax.jit, static_argnames='config', donate_argnames='state')
 def supervised_step(
     config: model_config.ModelConfig,
     optimizer: OptimizerConfig,
@@ -356,7 +362,9 @@ def _loss(grpo, batch, new, entropy, weights, denominator):
   metrics |= _mismatch(grpo, rollout, old) | loss_metrics
   metrics['clip_fraction'] = metrics.pop('pg_clipfrac')
   if batch.ref_logprobs is not None:
-    metrics['ref_kl'] = diagnostics.kl_k3(batch.ref_logprobs, new, mask)
+    references = (batch.ref_logprobs, new, mask)
+    metrics['ref_kl'] = diagnostics.kl_k3(*references)
+    metrics['ref_kl_median'] = diagnostics.kl_median(*references)
   return loss, lax.stop_gradient(metrics)
 
 

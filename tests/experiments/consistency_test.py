@@ -13,6 +13,7 @@ from absl.testing import parameterized
 import chex
 import jax
 import numpy as np
+import pytest
 
 from experiments import consistency
 from experiments import run
@@ -39,6 +40,7 @@ def _of_part(rows, part):
   return [row for row in rows if row['part'] == part]
 
 
+@pytest.mark.slow  # tests/rl/trace_test.py holds the same by default
 class CommandTest(parameterized.TestCase):
 
   def setUp(self):
@@ -142,6 +144,9 @@ class CommandTest(parameterized.TestCase):
     self.assertEqual(sides.model, warm.model)
     chex.assert_trees_all_equal(transformer.unstack(sides.masters), params)
 
+
+class FlagsTest(parameterized.TestCase):
+
   @parameterized.parameters(
       (dict(recipe='nvfp5'), 'nvfp5'),
       (dict(prompts=0), 'prompts 0'),
@@ -156,6 +161,7 @@ class CommandTest(parameterized.TestCase):
       dataclasses.replace(SMOKE, **changes)
 
 
+@pytest.mark.slow
 class PlantedTest(parameterized.TestCase):
   """A difference in one place is found, and named rightly."""
 

@@ -24,7 +24,11 @@ class SmokeTest(absltest.TestCase):
 
   def test_presets_run_and_resume(self):
     folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
-    args = ['smoke', f'--workdir={folder / "matrix"}']
+    args = [
+        'smoke',
+        f'--workdir={folder / "matrix"}',
+        '--causes=activation_scale',
+    ]
     run.launch(mismatch_matrix.main, mismatch_matrix.PRESETS, args)
     path = folder / 'matrix' / 'metrics.jsonl'
     rows = {(r['learner'], r['sampler']): r for r in run.read_rows(path)}

@@ -6,6 +6,7 @@ Compiling a step takes most of the time, so that all tests share two programs of
 
 import dataclasses
 import functools
+import math
 import pathlib
 import tempfile
 
@@ -133,7 +134,7 @@ class TrainStepTest(parameterized.TestCase):
     chex.assert_shape(list(metrics.values()), ())
     chex.assert_type(list(metrics.values()), jnp.float32)
     _, _, metrics = _kl_step(_state(), _batch())
-    self.assertContainsSubset(_METRICS | {'ref_kl'}, metrics)
+    self.assertContainsSubset(_METRICS | {'ref_kl', 'ref_kl_median'}, metrics)
     chex.assert_shape(list(metrics.values()), ())
     chex.assert_type(list(metrics.values()), jnp.float32)
 
@@ -320,6 +321,20 @@ class SupervisedStepTest(parameterized.TestCase):
       state, _ = _supervised_step(state)
     self.assertEqual(learner.supervised_step._cache_size(), before)
 
+  def test_learning_rate_and_clipping_compile_nothing(self):
+    _supervised_step(_state())
+    before = learner.supervised_step._cache_size()
+    results = [
+        _supervised_step(
+            _state(), learner.OptimizerConfig(rate, grad_clip=clip)
+        )
+        for rate, clip in ((3e-3, 1.0), (0.0, 1.0), (1e-3, math.inf))
+    ]
+    self.assertEqual(learner.supervised_step._cache_size(), before)
+    first, frozen, _ = (state.params for state, _ in results)
+    chex.assert_trees_all_equal(frozen, _params())
+    self.assertTrue((first['norm'] != _params()['norm']).any())
+
 
 class OptimizerTest(parameterized.TestCase):
 
@@ -460,9 +475,9 @@ def _kl_step(state, batch, reference=None):
   return _step(state, batch, _GRPO_KL, _BF16)
 
 
-def _supervised_step(state):
+def _supervised_step(state, optimizer=_OPTIMIZER):
   return learner.supervised_step(
-      _MODEL, _OPTIMIZER, state, jnp.asarray(_tokens()), jnp.asarray(_mask())
+      _MODEL, optimizer, state, jnp.asarray(_tokens()), jnp.asarray(_mask())
   )
 
 

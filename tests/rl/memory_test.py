@@ -187,13 +187,7 @@ def _gradient_of_experts(recipe, num_layers, memory):
 
 
 def _assert_micro_batches_change_nothing(recipe, num_layers=2):
-  """Micro-batches have groups and blocks of rows of other sizes.
-
-  A quantized matmul rounds dy to bfloat16, in a float32 model too. Where a sum
-  in another order ends on the other side of a boundary, that is off by 2^-8. It
-  happens to one number of many, and to none or few of these: of other seeds and
-  sizes, gradients differed by up to 5e-5.
-  """
+  """Micro-batches have groups and blocks of rows of other sizes."""
   whole, want = _gradient_of_experts(recipe, num_layers, learner.MemoryConfig())
   parts, got = _gradient_of_experts(
       recipe, num_layers, learner.MemoryConfig(micro_batches=4)
