@@ -88,7 +88,9 @@ class TableTest(absltest.TestCase):
     self.assertAlmostEqual(bf16['end_reward'], 0.6)
     # Means 0.6, 0.9, 0.3: s = 0.3, t = 4.303.
     self.assertAlmostEqual(
-        bf16['end_reward_interval'], 4.303 * 0.3 / math.sqrt(3)
+        bf16['end_reward_interval'],
+        4.303 * 0.3 / math.sqrt(3),
+        places=3,
     )
     self.assertAlmostEqual(other['end_reward_difference'], -0.1)
     self.assertAlmostEqual(other['end_reward_difference_interval'], 0.0)
