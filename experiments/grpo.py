@@ -38,6 +38,7 @@ from nvfp4_jax import policy
 from nvfp4_jax import recipes
 from nvfp4_jax import tasks
 from nvfp4_jax import tokenizer
+from nvfp4_jax import variants
 from nvfp4_jax.models import config as model_config
 from nvfp4_jax.models import hf
 from nvfp4_jax.models import transformer
@@ -61,7 +62,7 @@ class Config:
   workdir: pathlib.Path = pathlib.Path('runs/grpo')
   recipe: str = 'nvfp4_final'
   sampler_recipe: str | None = None  # another recipe, whose sampler is taken
-  variant: recipes.Variant = recipes.Variant()  # changes to the recipe
+  variant: variants.Variant = variants.Variant()  # changes to the recipe
   compare: tuple[str, ...] = ()  # recipes to run too, for the same steps
   checkpoint: pathlib.Path | None = None  # a Hugging Face folder to start from
   warm_start: pathlib.Path | None = None  # default: WORKDIR/warm_start
@@ -119,7 +120,7 @@ _DEFAULTS = {f.name: f.default for f in dataclasses.fields(Config)}
 
 
 def make_recipe(
-    name: str, sampler: str | None, variant: recipes.Variant
+    name: str, sampler: str | None, variant: variants.Variant
 ) -> recipes.Recipe:
   """Returns a recipe, with the sampler of another one and with changes."""
   recipe = recipes.get(name) if sampler is None else recipes.pair(name, sampler)

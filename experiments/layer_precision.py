@@ -41,6 +41,7 @@ from nvfp4_jax import qtensor
 from nvfp4_jax import quantization
 from nvfp4_jax import recipes
 from nvfp4_jax import residual
+from nvfp4_jax import variants
 from nvfp4_jax.models import config as model_config
 from nvfp4_jax.rl import trace
 
@@ -102,9 +103,9 @@ def main(cfg: Config, log: run.Log) -> None:
   """Measures the cases that have no row yet; table and picture."""
   matrix = dataclasses.replace(cfg.matrix, workdir=cfg.workdir)
   start = mismatch_matrix.load_start(matrix)
-  whole = recipes.vary_policy(
+  whole = variants.vary_policy(
       recipes.get(cfg.recipe).sampler,
-      recipes.Variant(scope=matrix.scope, keep_last=0.0, keep_first=0.0),
+      variants.Variant(scope=matrix.scope, keep_last=0.0, keep_first=0.0),
   )
   cases = dict(make_cases(cfg, start.model, whole))
   rows = run.read_rows(log.path)
@@ -209,8 +210,8 @@ def make_cases(
       yield Case('last', kept), dataclasses.replace(whole, keep_last=share)
       yield Case('first', kept), dataclasses.replace(whole, keep_first=share)
   if model.shared_expert_dim:
-    variant = recipes.Variant(scope=cfg.matrix.scope, shared_experts=False)
-    yield Case('shared_experts', count), recipes.vary_policy(whole, variant)
+    variant = variants.Variant(scope=cfg.matrix.scope, shared_experts=False)
+    yield Case('shared_experts', count), variants.vary_policy(whole, variant)
 
 
 def _only(whole, layer):

@@ -38,6 +38,7 @@ from nvfp4_jax import policy
 from nvfp4_jax import recipes
 from nvfp4_jax import sampler
 from nvfp4_jax import tasks
+from nvfp4_jax import variants
 from nvfp4_jax.models import config as model_config
 from nvfp4_jax.models import transformer
 from nvfp4_jax.rl import learner
@@ -71,7 +72,7 @@ class Config:
   )  # of the warm start
   task: tasks.TaskConfig = tasks.TaskConfig()
   max_answer_tokens: int = 64  # of a task of text; others know their own
-  scope: recipes.Scope = 'all'  # what is quantized, but where it is the cause
+  scope: variants.Scope = 'all'  # what is quantized, but where it is the cause
   keep_layers: tuple[int, ...] = (1, 2)  # numbers of layers kept in bf16
   channel_shares: tuple[float, ...] = (0.0625, 0.125, 0.25)  # of QUADS
   causes: tuple[str, ...] = ()  # which; none for all
@@ -187,10 +188,10 @@ def sides(
   """Returns every precision policy by name."""
 
   def make(
-      recipe: str, scope: recipes.Scope = cfg.scope, **changes: Any
+      recipe: str, scope: variants.Scope = cfg.scope, **changes: Any
   ) -> policy.PrecisionPolicy:
-    variant = recipes.Variant(scope=scope, **changes)
-    return recipes.vary_policy(recipes.get(recipe).sampler, variant)
+    variant = variants.Variant(scope=scope, **changes)
+    return variants.vary_policy(recipes.get(recipe).sampler, variant)
 
   def nvfp4(**changes: Any) -> policy.PrecisionPolicy:
     return make('nvfp4_high_precision', **changes)
@@ -473,7 +474,7 @@ def _kept(cfg, model):
   return [count for count in cfg.keep_layers if count < model.num_layers]
 
 
-def _scopes(model) -> tuple[recipes.Scope, ...]:
+def _scopes(model) -> tuple[variants.Scope, ...]:
   return ('experts', 'mlp', 'all') if model.num_experts else ('mlp', 'all')
 
 

@@ -47,6 +47,7 @@ from nvfp4_jax import files
 from nvfp4_jax import policy
 from nvfp4_jax import recipes
 from nvfp4_jax import tasks
+from nvfp4_jax import variants
 from nvfp4_jax.models import config as model_config
 from nvfp4_jax.models import transformer
 from nvfp4_jax.rl import learner
@@ -274,7 +275,7 @@ def policies(
 ) -> tuple[policy.PrecisionPolicy, policy.PrecisionPolicy]:
   """Returns the precision policies of learner and sampler in a scope."""
   if scope == 'all':
-    recipe = recipes.vary(recipe, recipes.Variant(scope='all'))
+    recipe = recipes.vary(recipe, variants.Variant(scope='all'))
   return recipe.learner, recipe.sampler
 
 

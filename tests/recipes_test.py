@@ -20,6 +20,7 @@ from nvfp4_jax import qtensor
 from nvfp4_jax import quantization
 from nvfp4_jax import recipes
 from nvfp4_jax import residual
+from nvfp4_jax import variants
 from nvfp4_jax.models import config as model_config
 from nvfp4_jax.models import hf
 from nvfp4_jax.models import transformer
@@ -176,7 +177,7 @@ class VariantTest(parameterized.TestCase):
   )
   def test_scope_says_what_is_quantized(self, changes, kinds):
     varied = recipes.vary(
-        recipes.get('nvfp4_final'), recipes.Variant(**changes)
+        recipes.get('nvfp4_final'), variants.Variant(**changes)
     )
     names = _quantized(varied.learner, _paths(MOE))
     found = {
@@ -196,7 +197,7 @@ class VariantTest(parameterized.TestCase):
     self.assertEqual('self_attn.q_proj' in dense, 'attention' in kinds)
 
   def test_parts_are_exchanged_on_both_sides(self):
-    variant = recipes.Variant(
+    variant = variants.Variant(
         keep_last=0.5,
         keep_first=0.25,
         kv_cache='fp8',
@@ -218,7 +219,7 @@ class VariantTest(parameterized.TestCase):
     self.assertIn('four_over_six weights', varied.inferred)
 
   def test_backward_is_the_learners(self):
-    variant = recipes.Variant(backward='dequantized')
+    variant = variants.Variant(backward='dequantized')
     varied = recipes.vary(recipes.get('quads'), variant)
     self.assertEqual(varied.sampler, recipes.get('quads').sampler)
     varied = recipes.vary(recipes.get('mxfp8'), variant)
@@ -226,7 +227,7 @@ class VariantTest(parameterized.TestCase):
 
   def test_a_variant_of_nothing_is_the_recipe(self):
     for recipe in recipes.RECIPES.values():
-      self.assertEqual(recipes.vary(recipe, recipes.Variant()), recipe)
+      self.assertEqual(recipes.vary(recipe, variants.Variant()), recipe)
 
   @parameterized.parameters(
       (dict(scope='attention'), "scope 'attention' is not one of"),
@@ -236,12 +237,27 @@ class VariantTest(parameterized.TestCase):
   )
   def test_bad_variants_raise(self, changes, message):
     with self.assertRaisesRegex(ValueError, message):
-      recipes.Variant(**changes)
+      variants.Variant(**changes)
+
+  @parameterized.parameters(
+      ('mxfp8', dict(activation_scale='tensor')),
+      ('fp8_block', dict(four_over_six='all')),
+      ('nvfp4_final', dict(residual_share=0.5)),
+      ('nvfp4_w4a16', dict(activation_scale='token')),
+  )
+  def test_a_part_that_the_recipe_lacks_raises(self, name, changes):
+    with self.assertRaisesRegex(ValueError, f'{name}.*{next(iter(changes))}'):
+      recipes.vary(recipes.get(name), variants.Variant(**changes))
+
+  def test_the_baseline_stays_as_it_is(self):
+    bf16 = recipes.get('bf16')
+    varied = recipes.vary(bf16, variants.Variant(scope='all', keep_last=0.0))
+    self.assertEqual((varied.learner, varied.sampler), (policy.BF16,) * 2)
 
   def test_bad_values_raise_when_they_are_used(self):
     for changes in (dict(kv_cache='int8'), dict(keep_last=7.0)):
       with self.assertRaisesRegex(ValueError, next(iter(changes))):
-        recipes.vary(recipes.get('bf16'), recipes.Variant(**changes))
+        recipes.vary(recipes.get('bf16'), variants.Variant(**changes))
 
 
 class ObjectiveTest(absltest.TestCase):

@@ -14,6 +14,7 @@ from experiments import run
 from experiments import statistics
 from nvfp4_jax import policy
 from nvfp4_jax import recipes
+from nvfp4_jax import variants
 from nvfp4_jax.models import config as model_config
 from nvfp4_jax.models import transformer
 
@@ -109,8 +110,8 @@ class CellsTest(absltest.TestCase):
   def test_layers_are_quantized_alone_or_left_out(self):
     cfg = layer_precision.PRESETS['tiny'][1]
     model = dataclasses.replace(model_config.tiny(16), shared_expert_dim=32)
-    variant = recipes.Variant(scope='experts', keep_last=0.0)
-    whole = recipes.vary_policy(recipes.get(cfg.recipe).sampler, variant)
+    variant = variants.Variant(scope='experts', keep_last=0.0)
+    whole = variants.vary_policy(recipes.get(cfg.recipe).sampler, variant)
     paths = transformer.param_paths(model)
     for case, p in layer_precision.make_cases(cfg, model, whole):
       layers = {
