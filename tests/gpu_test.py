@@ -1,7 +1,10 @@
 """What must hold on a GPU, with default XLA flags: `pytest -m gpu`."""
 
 import dataclasses
+import os
 import pathlib
+import subprocess
+import sys
 import tempfile
 
 from absl.testing import parameterized
@@ -109,6 +112,16 @@ class GpuTest(chex.TestCase):
     )
     self.assertGreater(differing(kernels.matmul, x, w), 0.1)
     self.assertEqual(differing(kernels.scaled_matmul, xq, wq), 0.0)
+
+  @parameterized.parameters('bf16', 'nvfp4_final')
+  def test_learner_and_sampler_are_one_policy(self, recipe):
+    # In a process of its own: flags count before a device is used.
+    with tempfile.TemporaryDirectory() as folder:
+      command = [sys.executable, '-m', 'experiments.consistency', 'tiny']
+      command += [f'--recipe={recipe}', f'--workdir={folder}/run']
+      env = os.environ | {'XLA_PYTHON_CLIENT_PREALLOCATE': 'false'}
+      done = subprocess.run(command, env=env, check=False)
+    self.assertEqual(done.returncode, 0)
 
   def test_smoke_preset_runs(self):
     with tempfile.TemporaryDirectory() as folder:
