@@ -182,7 +182,7 @@ def _gradient_of_experts(recipe, num_layers, memory):
   )
   # Half the time to compile; the order of sums is not what is looked at.
   options = {'xla_backend_optimization_level': 0}
-  state, metrics = step.compile(options)(*args)
+  state, metrics = step.compile(options)(_OPTIMIZER, *args)
   return state.opt_state[1][0].mu, metrics
 
 
