@@ -101,8 +101,9 @@ class Config:
           f'Task {self.task.name!r} and checkpoint {self.checkpoint}: tasks of'
           ' text start from a checkpoint, and only they.'
       )
-    if self.max_skipped < 1:
-      raise ValueError(f'max_skipped {self.max_skipped} is below 1.')
+    for name in ('max_skipped', 'eval_interval'):
+      if getattr(self, name) < 1:
+        raise ValueError(f'{name} {getattr(self, name)} is below 1.')
     if self.checkpoint is None:
       self._check_unused(f'task {self.task.name!r}', 'max_answer_tokens')
     else:

@@ -362,6 +362,7 @@ class GrpoTest(parameterized.TestCase):
       (dict(checkpoint=pathlib.Path('x')), 'running_sum'),
       (dict(task=tasks.TaskConfig('chat_addition')), 'chat_addition'),
       (dict(max_skipped=0), 'max_skipped 0'),
+      (dict(eval_interval=0), 'eval_interval 0'),
       (dict(max_answer_tokens=8), "max_answer_tokens 8 .* 'running_sum'"),
       (dict(reward_timeout=1.0), 'reward_timeout 1.0 .* reward_workers 0'),
       (
