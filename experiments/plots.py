@@ -7,6 +7,7 @@ draws one picture of several runs of the demo, a line each and their mean.
 
 from collections.abc import Mapping, Sequence
 import dataclasses
+import itertools
 import json
 import pathlib
 from typing import Any
@@ -256,23 +257,27 @@ def layer_precision(
 def recipe_sweep(workdir: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
   """Draws a sweep's reward, and each recipe's difference to the baseline.
 
-  A column for each scope and setting: means over all runs of a recipe above,
-  below the difference of the end rewards from the same warm starts with its
-  95 % interval over warm starts.
+  Two rows for each scope, a column for each setting: means over all runs of a
+  recipe above, below the difference of the end rewards from the same warm
+  starts with its 95 % interval over warm starts.
   """
   curves = np.load(workdir / 'curves.npz')
   table = json.loads((workdir / 'table.json').read_text())
-  places = list(dict.fromkeys((r['scope'], r['setting']) for r in table))
-  names = list(dict.fromkeys(row['recipe'] for row in table))
+  scopes, settings, names = (
+      list(dict.fromkeys(row[label] for row in table))
+      for label in ('scope', 'setting', 'recipe')
+  )
   figure, axes = plt.subplots(
-      2,
-      len(places),
-      figsize=(4 * len(places), 6.5),
+      2 * len(scopes),
+      len(settings),
+      figsize=(4 * len(settings), 6 * len(scopes)),
       layout='constrained',
       squeeze=False,
       sharey='row',
   )
-  for (top, bottom), (scope, setting) in zip(axes.T, places, strict=True):
+  for at, (scope, setting) in enumerate(itertools.product(scopes, settings)):
+    row, column = divmod(at, len(settings))
+    top, bottom = axes[2 * row : 2 * row + 2, column]
     for i, name in enumerate(names):
       chosen = curves['recipe'] == name
       chosen &= (curves['scope'] == scope) & (curves['setting'] == setting)

@@ -94,11 +94,11 @@ class Config:
   warm_start_folder: pathlib.Path | None = None  # default: WORKDIR/warm_starts
   seeds: int = 4  # of sampling, for each warm start
   model: model_config.ModelConfig = _MODEL
-  task: tasks.TaskConfig = tasks.TaskConfig(digits=12)
+  task: tasks.TaskConfig = tasks.TaskConfig('running_product', digits=12)
   supervised: sft.Config = sft.Config(  # its task, model, seed: the sweep's
       optimizer=learner.OptimizerConfig(learning_rate=1e-3),
-      steps=1000,
-      wrong_probability=0.55,
+      steps=3000,
+      wrong_probability=0.6,
   )
   optimizer: learner.OptimizerConfig = learner.OptimizerConfig(
       learning_rate=2.5e-4
@@ -501,14 +501,17 @@ def _rows(group, arrays):
 
 
 def _save_curves(cfg, groups, results):
-  """Writes curves.npz: METRICS and ACCURACIES by run, and the runs' labels."""
+  """Writes curves.npz: reward and accuracies by run, and the runs' labels.
+
+  The other metrics are in the files of the groups.
+  """
   labels: list[tuple[str | int, ...]] = []
   arrays: dict[str, Any] = {}
   for group, result in zip(groups, results, strict=True):
     for label in group.labels:
       labels += [(*label, *one) for one in group.runs]
-      for name, values in result.items():
-        arrays.setdefault(name, []).append(values)
+      for name in ('reward', *sweep_lanes.ACCURACIES):
+        arrays.setdefault(name, []).append(result[name])
   arrays = {name: np.concatenate(values) for name, values in arrays.items()}
   names = ('recipe', 'scope', *Run._fields)
   arrays |= {

@@ -37,6 +37,18 @@ def _arrays(path):
   return {name: np.asarray(values) for name, values in np.load(path).items()}
 
 
+def _results(workdir):
+  """Returns all that the smoke sweep's two groups hold, by run."""
+  groups = [
+      _arrays(workdir / 'groups' / f'{name}-experts-0.npz')
+      for name in SMOKE.recipes
+  ]
+  return {
+      name: np.concatenate([group[name] for group in groups])
+      for name in (*sweep_lanes.METRICS, *sweep_lanes.ACCURACIES)
+  }
+
+
 @pytest.mark.slow
 class RecipeSweepTest(parameterized.TestCase):
 
@@ -51,6 +63,7 @@ class RecipeSweepTest(parameterized.TestCase):
     run.launch(recipe_sweep.main, recipe_sweep.PRESETS, args)
     cls.rows = run.read_rows(cls.workdir / 'metrics.jsonl')
     cls.curves = _arrays(cls.workdir / 'curves.npz')
+    cls.results = _results(cls.workdir)
     cls.cfg = dataclasses.replace(SMOKE, workdir=cls.workdir)
     cls.starts = sweep_start.warm_starts(
         SMOKE.warm_start, SMOKE.warm_starts, cls.workdir / 'warm_starts'
@@ -72,8 +85,10 @@ class RecipeSweepTest(parameterized.TestCase):
         list(self.curves['recipe']), [r['recipe'] for r in self.rows]
     )
     for name in sweep_lanes.METRICS:
-      self.assertEqual(self.curves[name].shape, (4, SMOKE.steps))
-      self.assertTrue(np.isfinite(self.curves[name]).all(), name)
+      self.assertEqual(self.results[name].shape, (4, SMOKE.steps))
+      self.assertTrue(np.isfinite(self.results[name]).all(), name)
+    for name in ('reward', *sweep_lanes.ACCURACIES):
+      np.testing.assert_array_equal(self.curves[name], self.results[name])
     np.testing.assert_array_equal(self.curves['evaluated_at'], [0, 2, 4])
 
   def test_table_has_differences_from_the_same_warm_start(self):
@@ -117,13 +132,13 @@ class RecipeSweepTest(parameterized.TestCase):
     rows = run.read_rows(log.path)
     self.assertGreater(max(row['grad_norm'] for row in rows), 0)
     for name in sweep_lanes.METRICS:
-      lane, alone = self.curves[name][i], [row[name] for row in rows]
+      lane, alone = self.results[name][i], [row[name] for row in rows]
       # Here all are equal but one, in its last bit; see sweep_lanes.
       np.testing.assert_allclose(lane[:1], alone[:1], 1e-6, err_msg=name)
       np.testing.assert_allclose(lane, alone, 1e-4, err_msg=name)
     for name in sweep_lanes.ACCURACIES:
       alone = [row[name] for row in rows if name in row]
-      np.testing.assert_array_equal(self.curves[name][i], np.float32(alone))
+      np.testing.assert_array_equal(self.results[name][i], np.float32(alone))
 
   def test_lanes_sample_the_tokens_of_each_alone(self):
     quantizer = policy.Quantizer(recipes.get('nvfp4_naive').sampler)
@@ -186,8 +201,8 @@ class RecipeSweepTest(parameterized.TestCase):
       self.assertEqual(
           (workdir / name).read_bytes(), (self.workdir / name).read_bytes()
       )
-    curves = _arrays(workdir / 'curves.npz')
-    for name, values in self.curves.items():
+    curves = _arrays(workdir / 'curves.npz') | _results(workdir)
+    for name, values in (self.curves | self.results).items():
       np.testing.assert_array_equal(curves[name], values, name)
 
   def test_groups_made_with_other_flags_are_refused(self):
