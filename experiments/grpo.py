@@ -104,6 +104,7 @@ class Config:
     for name in ('max_skipped', 'eval_interval'):
       if getattr(self, name) < 1:
         raise ValueError(f'{name} {getattr(self, name)} is below 1.')
+    sft.check_part(self.supervised)
     if self.checkpoint is None:
       self._check_unused(f'task {self.task.name!r}', 'max_answer_tokens')
     else:
@@ -139,7 +140,7 @@ PRESETS = {
     **_preset(
         'smoke',
         'Seconds on a CPU; run by the tests.',
-        supervised=sft.PRESETS['smoke'][1],
+        supervised=sft.SHORT,
         model=dataclasses.replace(
             model_config.tiny(16), num_layers=2, attention_block=32
         ),
@@ -215,7 +216,11 @@ def train(cfg: Config, start: Start, log: run.Log) -> None:
   stack = lambda tree: transformer.stack(tree, segments)
   state = learner.init_state(stack(start.params), cfg.optimizer)
   references = _references(quantizers, state.params)
-  fixed = {'policy': config.to_json(recipe), 'data': start.fingerprint}
+  fixed = {
+      'policy': config.to_json(recipe),
+      'task': _problems(cfg.task),
+      'data': start.fingerprint,
+  }
   folder = cfg.workdir / 'checkpoints'
   position = {'step': 0, 'cursor': 0, 'skipped': 0}
   if checkpoint.latest_step(folder) is not None:
@@ -306,8 +311,19 @@ def _references(quantizers, params):
   return references
 
 
+def _problems(task):
+  """Returns what decides a task's problems and their order, but for a file."""
+  names = ('name', 'digits', 'seed', 'dataset', 'system_prompt')
+  return {name: getattr(task, name) for name in names}
+
+
 def _resumed(record, fixed, folder):
   """Returns where a run goes on; what must not change has not changed."""
+  if (task := record.get('task')) != fixed['task']:
+    raise checkpoint.DataMismatchError(
+        f'The checkpoint in {folder} was made with the task {task} and would go'
+        f' on with {fixed["task"]}: other problems, or another order.'
+    )
   if record.get('data') != fixed['data']:
     raise checkpoint.DataMismatchError(
         f'The checkpoint in {folder} was made with the data file of SHA-256'

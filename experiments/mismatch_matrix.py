@@ -82,6 +82,7 @@ class Config:
   seed: int = 0  # of warm start and sampling
 
   def __post_init__(self):
+    sft.check_part(self.supervised)
     for name in ('prompts', 'batch'):
       if getattr(self, name) < 1:
         raise ValueError(f'{name} {getattr(self, name)} is below 1.')
@@ -109,7 +110,7 @@ PRESETS = {
         'Seconds on a CPU; run by the tests.',
         Config(
             workdir=pathlib.Path('runs/mismatch_smoke'),
-            supervised=sft.PRESETS['smoke'][1],
+            supervised=sft.SHORT,
             model=dataclasses.replace(
                 model_config.tiny(16),
                 num_layers=1,

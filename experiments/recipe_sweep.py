@@ -118,6 +118,7 @@ class Config:
   compile_threads: int = 8
 
   def __post_init__(self):
+    sft.check_part(self.supervised, 'save_interval')
     for name in self.recipes:
       recipes.get(name)
     if not isinstance(self.task.make(), arithmetic.Arithmetic):

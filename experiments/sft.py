@@ -42,16 +42,15 @@ class Config:
   save_interval: int = 200
 
 
+SHORT = Config(steps=4, batch=8, save_interval=2)  # for smoke presets
 PRESETS = {
     'smoke': (
         'Seconds on a CPU; run by the tests.',
-        Config(
+        dataclasses.replace(
+            SHORT,
             workdir=pathlib.Path('runs/sft_smoke'),
             task=tasks.TaskConfig(digits=3),
             model=dataclasses.replace(model_config.tiny(16), num_layers=2),
-            steps=4,
-            batch=8,
-            save_interval=2,
         ),
     ),
     'demo': ('The warm start of the demo.', Config()),
@@ -75,6 +74,28 @@ def main(cfg: Config, log: run.Log) -> None:
     progress(step + 1, f'loss {loss:.3f}')
     if (step + 1) % cfg.save_interval == 0 or step + 1 == cfg.steps:
       _save(cfg, state, step + 1)
+
+
+def check_part(cfg: Config, *others: str) -> None:
+  """Checks what stands in another experiment's configuration.
+
+  That experiment decides where the warm start goes, and its task, model and
+  seed.
+
+  Args:
+    cfg: the part.
+    *others: further fields that the experiment has no use for.
+
+  Raises:
+    ValueError: one of these fields is set.
+  """
+  default = Config()
+  for name in ('workdir', 'task', 'model', 'seed', *others):
+    if getattr(cfg, name) != getattr(default, name):
+      raise ValueError(
+          f'supervised.{name} {getattr(cfg, name)!r} is not used here: the'
+          ' experiment decides it.'
+      )
 
 
 def load(cfg: Config) -> policy.ParamTree:

@@ -19,7 +19,7 @@ class PolicyMismatchError(ValueError):
 
 
 class DataMismatchError(ValueError):
-  """A checkpoint was written with another data file."""
+  """A checkpoint was written with another data file or other problems."""
 
 
 def save(

@@ -23,6 +23,7 @@ import pytest
 
 from experiments import grpo
 from experiments import run
+from experiments import sft
 from nvfp4_jax import checkpoint
 from nvfp4_jax import recipes
 from nvfp4_jax import tasks
@@ -349,6 +350,13 @@ class GrpoTest(parameterized.TestCase):
     with self.assertRaisesRegex(checkpoint.DataMismatchError, 'another'):
       grpo.train(cfg, start, run.Log(self.folder / 'changed'))
 
+  def test_changed_order_of_problems_is_refused(self):
+    cfg = dataclasses.replace(grpo.PRESETS['smoke'][1], workdir=self.workdir)
+    start = grpo.load_start(cfg)
+    cfg = dataclasses.replace(cfg, task=dataclasses.replace(cfg.task, seed=1))
+    with self.assertRaisesRegex(checkpoint.DataMismatchError, "'seed': 1"):
+      grpo.train(cfg, start, run.Log(self.folder / 'changed'))
+
   def test_tensorboard_gets_the_rows(self):
     workdir = self.folder / 'board'
     cfg = dataclasses.replace(
@@ -365,6 +373,7 @@ class GrpoTest(parameterized.TestCase):
       (dict(eval_interval=0), 'eval_interval 0'),
       (dict(max_answer_tokens=8), "max_answer_tokens 8 .* 'running_sum'"),
       (dict(reward_timeout=1.0), 'reward_timeout 1.0 .* reward_workers 0'),
+      (dict(supervised=sft.Config(seed=1)), 'supervised.seed 1 is not used'),
       (
           dict(
               checkpoint=pathlib.Path('x'),
