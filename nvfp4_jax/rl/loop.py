@@ -141,7 +141,6 @@ def train_rollout(
     first.
   """
   start = time.perf_counter()
-  version = int(state.step)
   collected = rollouts.collect(
       cfg.model,
       cfg.rollout,
@@ -149,12 +148,51 @@ def train_rollout(
       quantizers.sampler,
       synced.sampler,
       cursor=cursor,
-      version=version,
+      version=int(state.step),
       step=step,
       seed=cfg.seed,
       score=score,
   )
   rolled = collected.rollout
+  state, synced, metrics = train_on(
+      cfg, quantizers, references, state, synced, rolled
+  )
+  trained = int(np.sum(np.asarray(rolled.completion_mask)))
+  seconds = time.perf_counter() - start
+  row = {
+      'step': step,
+      **collected.counts,
+      **metrics,
+      'problems': collected.cursor,
+      'tokens_per_second': trained / seconds,
+      'seconds': seconds,
+  }
+  return state, synced, collected.cursor, row
+
+
+def train_on(
+    cfg: LoopConfig,
+    quantizers: Quantizers,
+    references: Mapping[str, policy.ParamTree],
+    state: types.TrainState,
+    synced: Synced,
+    rolled: types.Rollout,
+) -> tuple[types.TrainState, Synced, Row]:
+  """Makes the updates on a rollout, of these or of earlier weights.
+
+  Args:
+    cfg: the run.
+    quantizers: of both sides.
+    references: see `train_rollout`.
+    state: donated.
+    synced: `sync(quantizers, state.params)`.
+    rolled: the rollout.
+
+  Returns:
+    State and synced weights after the updates, and metrics: means over updates,
+    but for the mismatch, which is that of the first. `staleness` is the mean
+    over trained tokens of how many updates older their weights were.
+  """
   batch = types.Batch(
       rollout=rolled,
       advantages=advantages.compute(
@@ -176,7 +214,7 @@ def train_rollout(
     batch = dataclasses.replace(batch, old_logprobs=old)
   history, extra = [], _rollout_metrics(cfg, quantizers, references, batch)
   for _ in range(cfg.updates_per_rollout):
-    staleness = int(state.step) - version
+    staleness = _staleness(int(state.step), rolled)
     state, metrics = learner.train_step(
         cfg.model,
         cfg.optimizer,
@@ -190,18 +228,14 @@ def train_rollout(
     synced = sync(quantizers, state.params)
     row = {name: float(value) for name, value in metrics.items()}
     history.append({**row, 'staleness': staleness})
-  trained = int(np.sum(np.asarray(rolled.completion_mask)))
-  seconds = time.perf_counter() - start
-  row = {
-      'step': step,
-      **collected.counts,
-      **_merge(history),
-      **extra,
-      'problems': collected.cursor,
-      'tokens_per_second': trained / seconds,
-      'seconds': seconds,
-  }
-  return state, synced, collected.cursor, row
+  return state, synced, _merge(history) | extra
+
+
+def _staleness(step, rolled):
+  """Returns by how many updates trained tokens are older on average, or 0."""
+  mask = np.asarray(rolled.completion_mask)
+  lags = step - np.asarray(rolled.version)[mask]
+  return float(np.mean(lags)) if lags.size else 0.0
 
 
 def _logprobs(cfg, params, quantizer, quantized, rolled):

@@ -22,6 +22,8 @@ from nvfp4_jax.tasks import rewards
 
 # Takes (problem, completion) pairs; `tasks.rewards.Pool.score` is one.
 type Score = Callable[[Sequence[tuple[Any, Any]]], list[rewards.Result]]
+# Completions of one problem: arrays by name, a row for each completion.
+type Group = dict[str, np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +107,7 @@ def collect(
   """
   kept, equal, tries = [], [], 0
   while len(kept) < cfg.prompts_per_step and tries < cfg.max_tries:
-    groups = _sample(
+    groups = sample_groups(
         model,
         cfg,
         task,
@@ -130,7 +132,7 @@ def collect(
     }
   # After the last try, groups without information fill up.
   kept = (kept + equal)[: cfg.prompts_per_step]
-  rollout, lengths = _stack(cfg, task, kept, version)
+  rollout, lengths = stack_groups(cfg, task, kept, [version] * len(kept))
   return Collected(rollout, cursor, counts | lengths)
 
 
@@ -187,8 +189,28 @@ def _try_key(seed, step, tries):
   return jax.random.fold_in(key, tries) if tries else key
 
 
-def _sample(model, cfg, task, quantizer, params, cursor, key, score):
-  """Returns a list of groups, each a dict of arrays with a row a completion."""
+def sample_groups(
+    model: model_config.ModelConfig,
+    cfg: RolloutConfig,
+    task: tasks.Task,
+    quantizer: policy.Quantizer,
+    params: policy.ParamTree,
+    cursor: int,
+    key: jax.Array,
+    score: Score | None = None,
+) -> list[Group]:
+  """Returns rewarded groups for the next `prompts_per_step` problems.
+
+  Args:
+    model: the model.
+    cfg: sizes and sampling; `max_tries` is of no matter here.
+    task: makes problems and rewards.
+    quantizer: the sampler's.
+    params: the tree that the sampler runs.
+    cursor: index of the first training problem.
+    key: randomness of sampling.
+    score: see `collect`.
+  """
   problems = [
       task.problem('train', cursor + i) for i in range(cfg.prompts_per_step)
   ]
@@ -228,8 +250,20 @@ def _reward_counts(groups):
   }
 
 
-def _stack(cfg, task, groups, version):
-  """Returns the rollout of some groups, whose rows may differ in length."""
+def stack_groups(
+    cfg: RolloutConfig,
+    task: tasks.Task,
+    groups: Sequence[Group],
+    versions: Sequence[int],
+) -> tuple[types.Rollout, dict[str, float]]:
+  """Returns the rollout of some groups, and means of their lengths.
+
+  Args:
+    cfg: sizes and sampling, and what of a completion is trained.
+    task: knows the longest answer.
+    groups: their rows may differ in length.
+    versions: learner steps of the weights that sampled each group.
+  """
   length = max(group['tokens'].shape[1] for group in groups)
 
   def join(name):
@@ -258,6 +292,7 @@ def _stack(cfg, task, groups, version):
     trained &= ~truncated[:, None]
   experts = join('expert_ids') if 'expert_ids' in groups[0] else None
   ids = np.arange(len(groups), dtype=np.int32)
+  versions = np.repeat(np.asarray(versions), cfg.group_size)
   rollout = types.Rollout(
       tokens=jnp.asarray(join('tokens')),
       completion_mask=jnp.asarray(trained),
@@ -265,7 +300,9 @@ def _stack(cfg, task, groups, version):
       temperature=jnp.float32(cfg.temperature),
       rewards=jnp.asarray(reward, jnp.float32),
       group=jnp.asarray(np.repeat(ids, cfg.group_size)),
-      version=jnp.full(mask.shape, version, jnp.int32),
+      version=jnp.asarray(
+          np.broadcast_to(versions[:, None], mask.shape), jnp.int32
+      ),
       valid=jnp.asarray(valid),
       expert_ids=None if experts is None else jnp.asarray(experts),
   )
