@@ -7,10 +7,14 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from nvfp4_jax import diagnostics
 from nvfp4_jax import qtensor
 from nvfp4_jax import quantization
+
+# Statistics within tolerances.
+pytestmark = pytest.mark.quick_compile
 
 # Compiling dominates the time of these tests.
 _quantize = jax.jit(quantization.quantize, static_argnames='spec')

@@ -11,6 +11,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from nvfp4_jax import export
 from nvfp4_jax import files
@@ -23,6 +24,9 @@ from nvfp4_jax.models import config as model_config
 from nvfp4_jax.models import hf
 from nvfp4_jax.models import hf_config
 from nvfp4_jax.models import transformer
+
+# ArrowsTest of bit_exact_test.py has the bytes of optimized programs.
+pytestmark = pytest.mark.quick_compile
 
 GOLDEN = pathlib.Path(__file__).parent / 'golden' / 'hf'
 # Every family, and every format in every layout that can hold it.

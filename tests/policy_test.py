@@ -7,6 +7,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from nvfp4_jax import exact
 from nvfp4_jax import matmul
@@ -16,6 +17,9 @@ from nvfp4_jax import quantization
 from nvfp4_jax import recipes
 from nvfp4_jax.models import config as model_config
 from nvfp4_jax.models import transformer
+
+# ArrowsTest of bit_exact_test.py has the bytes of optimized programs.
+pytestmark = pytest.mark.quick_compile
 
 NVFP4 = matmul.MatmulPrecision(
     quantization.QuantSpec('nvfp4', 'token'), quantization.QuantSpec('nvfp4')

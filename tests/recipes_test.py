@@ -11,6 +11,7 @@ import hypothesis
 from hypothesis import strategies
 import jax
 import jax.numpy as jnp
+import pytest
 
 from nvfp4_jax import config as config_json
 from nvfp4_jax import export
@@ -27,6 +28,9 @@ from nvfp4_jax.models import transformer
 from nvfp4_jax.rl import corrections
 from nvfp4_jax.rl import learner
 from nvfp4_jax.rl import losses
+
+# Decisions, not bits.
+pytestmark = pytest.mark.quick_compile
 
 MOE = dataclasses.replace(model_config.tiny(16), shared_expert_dim=32)
 DENSE = dataclasses.replace(

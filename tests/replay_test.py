@@ -7,6 +7,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from nvfp4_jax import layers
 from nvfp4_jax import policy
@@ -14,6 +15,9 @@ from nvfp4_jax import recipes
 from nvfp4_jax import sampler
 from nvfp4_jax.models import config as model_config
 from nvfp4_jax.models import transformer
+
+# GrpoTest replays experts in optimized programs, to equal bits.
+pytestmark = pytest.mark.quick_compile
 
 CONFIG = dataclasses.replace(
     model_config.tiny(16), num_layers=3, first_dense_layers=1, mlp_dim=64

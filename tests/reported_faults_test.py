@@ -554,7 +554,8 @@ def _tests_of(file):
 
 def _is_marked(node):
   """Returns whether a class or a function has a mark of pytest, as `slow`."""
-  marks = (ast.unparse(decorator) for decorator in node.decorator_list)
+  marks = {ast.unparse(decorator) for decorator in node.decorator_list}
+  marks.discard('pytest.mark.quick_compile')  # runs by default
   return any(mark.startswith('pytest.mark') for mark in marks)
 
 

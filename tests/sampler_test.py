@@ -7,6 +7,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from nvfp4_jax import policy
 from nvfp4_jax import qtensor
@@ -14,6 +15,9 @@ from nvfp4_jax import recipes
 from nvfp4_jax import sampler
 from nvfp4_jax.models import config as model_config
 from nvfp4_jax.models import transformer
+
+# bit_exact_test.py has the bits of optimized programs; LLVM changes no size.
+pytestmark = pytest.mark.quick_compile
 
 # Small programs; tests/bit_exact_test.py samples under quantized recipes.
 CONFIG = dataclasses.replace(

@@ -7,11 +7,15 @@ from absl.testing import absltest
 import chex
 import jax
 import jax.numpy as jnp
+import pytest
 
 from nvfp4_jax import policy
 from nvfp4_jax import recipes
 from nvfp4_jax.models import config as model_config
 from nvfp4_jax.models import transformer
+
+# Bits of optimized programs are left to bit_exact_test.py.
+pytestmark = pytest.mark.quick_compile
 
 CONFIG = dataclasses.replace(
     model_config.tiny(16),

@@ -10,6 +10,7 @@ import tempfile
 
 from absl.testing import absltest
 from absl.testing import parameterized
+import pytest
 import tokenizers
 
 from experiments import eval as evaluation
@@ -17,6 +18,9 @@ from experiments import run
 from nvfp4_jax import export
 from nvfp4_jax import recipes
 from nvfp4_jax.models import param_counts
+
+# Logits within tolerances, and tokens of one program.
+pytestmark = pytest.mark.quick_compile
 
 _GOLDEN = pathlib.Path(__file__).parents[1] / 'golden'
 _QWEN = _GOLDEN / 'configs' / 'qwen3_30b_a3b.json'

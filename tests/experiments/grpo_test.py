@@ -34,6 +34,7 @@ from nvfp4_jax.rl import triage
 from nvfp4_jax.tasks import arithmetic
 from nvfp4_jax.tasks import gsm8k
 from nvfp4_jax.tasks import records
+from tests import compilation
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 KEYS = {
@@ -153,6 +154,11 @@ class GrpoTest(parameterized.TestCase):
     cls.addClassCleanup(folder.cleanup)
     cls.folder = pathlib.Path(folder.name)
     cls.workdir = cls.folder / 'whole'
+    # The warm start is any start; what follows is compiled as for users.
+    with compilation.quick():
+      grpo.load_start(
+          dataclasses.replace(grpo.PRESETS['smoke'][1], workdir=cls.workdir)
+      )
     args = ['smoke', f'--workdir={cls.workdir}', *FLAGS]
     run.launch(grpo.main, grpo.PRESETS, args)
     cls.rows = run.read_rows(cls.workdir / 'metrics.jsonl')

@@ -4,6 +4,7 @@ The folders in golden/hf were made by interop/torch_models.py: random weights,
 tokens, and the logits of transformers 5.24 in float32.
 """
 
+import functools
 import itertools
 import json
 import pathlib
@@ -14,15 +15,18 @@ from absl.testing import absltest
 from absl.testing import parameterized
 import chex
 import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import pytest
 
 from nvfp4_jax import files
 from nvfp4_jax import policy
 from nvfp4_jax import safetensors
 from nvfp4_jax.models import hf
 from nvfp4_jax.models import transformer
+
+# Logits within a tolerance.
+pytestmark = pytest.mark.quick_compile
 
 GOLDEN = pathlib.Path(__file__).parents[1] / 'golden' / 'hf'
 CASES = tuple(sorted(path.name for path in GOLDEN.iterdir()))
@@ -36,9 +40,10 @@ def load_stacked(folder, **options):
   return config, transformer.stack(policy.dequantize_params(params), segments)
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def logits(config, params, tokens):
-  hidden = transformer.forward(config, params, jnp.asarray(tokens), BF16)
-  return np.asarray(transformer.logits(params, hidden))
+  hidden = transformer.forward(config, params, tokens, BF16)
+  return transformer.logits(params, hidden)
 
 
 def read_tensors(case):
@@ -54,7 +59,7 @@ class TransformersTest(chex.TestCase):
   def test_float32_logits_are_those_of_transformers(self, case):
     reference = np.load(GOLDEN / case / 'reference.npz')
     config, params = load_stacked(GOLDEN / case, dtype='float32')
-    got = logits(config, params, reference['tokens'])
+    got = np.asarray(logits(config, params, reference['tokens']))
     want = reference['logits']
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
     np.testing.assert_array_equal(got.argmax(-1), want.argmax(-1))

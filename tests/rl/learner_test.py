@@ -16,6 +16,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from nvfp4_jax import checkpoint
 from nvfp4_jax import policy
@@ -27,6 +28,9 @@ from nvfp4_jax.rl import corrections
 from nvfp4_jax.rl import learner
 from nvfp4_jax.rl import losses
 from nvfp4_jax.rl import types
+
+# GrpoTest has the bits of optimized updates.
+pytestmark = pytest.mark.quick_compile
 
 _MODEL = model_config.ModelConfig(
     vocab_size=16,

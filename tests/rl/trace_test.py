@@ -8,12 +8,16 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from nvfp4_jax import policy
 from nvfp4_jax import sampler
 from nvfp4_jax.models import config as model_config
 from nvfp4_jax.models import transformer
 from nvfp4_jax.rl import trace
+
+# Bits of optimized programs are left to bit_exact_test.py.
+pytestmark = pytest.mark.quick_compile
 
 # Every stage there is: a dense layer, experts, shared experts, biases, norms.
 CONFIG = dataclasses.replace(
