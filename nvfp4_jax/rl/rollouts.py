@@ -292,7 +292,7 @@ def stack_groups(
     trained &= ~truncated[:, None]
   experts = join('expert_ids') if 'expert_ids' in groups[0] else None
   ids = np.arange(len(groups), dtype=np.int32)
-  versions = np.repeat(np.asarray(versions), cfg.group_size)
+  version = np.repeat(np.asarray(versions), cfg.group_size)[:, None]
   rollout = types.Rollout(
       tokens=jnp.asarray(join('tokens')),
       completion_mask=jnp.asarray(trained),
@@ -300,9 +300,7 @@ def stack_groups(
       temperature=jnp.float32(cfg.temperature),
       rewards=jnp.asarray(reward, jnp.float32),
       group=jnp.asarray(np.repeat(ids, cfg.group_size)),
-      version=jnp.asarray(
-          np.broadcast_to(versions[:, None], mask.shape), jnp.int32
-      ),
+      version=jnp.asarray(np.broadcast_to(version, mask.shape), jnp.int32),
       valid=jnp.asarray(valid),
       expert_ids=None if experts is None else jnp.asarray(experts),
   )
