@@ -1,0 +1,347 @@
+"""What staleness does to real training, beside what the simulator predicts.
+
+    python -m experiments.async_drift smoke
+    python -m experiments.async_drift tiny      # the demo's MoE
+
+Schedules of `rl.simulator`, each with another bound on staleness, are replayed:
+with the weights of version v the real sampler completes the problems of all
+groups that the schedule starts there and trains later; update k is a real GRPO
+step on the groups of the schedule's batch k, however old they are.
+
+The simulator then says what it thinks of the same lags. Four of its constants
+are fitted: q, the mismatch without staleness, and the speed and the end of
+learning to the first run, which must be synchronous; s, the mismatch by a
+staleness of 1, to the second. The further runs are predictions. All else, what
+an update can correct above all, is as in `SimulatorConfig`.
+
+WORKDIR gets metrics.jsonl (a row for each update of each run, as measured),
+comparison.json (fitted constants, errors of each run) and figures/. A run that
+was killed is made again from its start.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+import dataclasses
+import functools
+import itertools
+import json
+import math
+import pathlib
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments import grpo
+from experiments import run
+from experiments import sft
+from experiments import simulator_plots
+from nvfp4_jax import files
+from nvfp4_jax import policy
+from nvfp4_jax import recipes
+from nvfp4_jax import tasks
+from nvfp4_jax.models import config as model_config
+from nvfp4_jax.models import transformer
+from nvfp4_jax.rl import learner
+from nvfp4_jax.rl import loop
+from nvfp4_jax.rl import rollouts
+from nvfp4_jax.rl import simulator
+from nvfp4_jax.rl.simulator import drift_model
+from nvfp4_jax.rl.simulator import schedules
+
+_WINDOW = 20  # updates, of the reward at the end
+# What is kept of `loop.train_on`.
+_METRICS = ('staleness', 'mismatch_abs_logprob', 'ref_kl_median', 'grad_norm')
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+  """Flags."""
+
+  workdir: pathlib.Path = pathlib.Path('runs/async_drift')
+  recipe: str = 'nvfp4_final'
+  staleness: tuple[int, ...] = (0, 4, 16)  # bounds; the first must be 0
+  system: simulator.SimulatorConfig = simulator.SimulatorConfig(
+      samplers=192, batch=16, group_size=8, steps=100
+  )  # its max_staleness and correction are those of each run
+  supervised: sft.Config = sft.Config(steps=200, save_interval=100)
+  model: model_config.ModelConfig = model_config.tiny(16)
+  task: tasks.TaskConfig = tasks.TaskConfig()
+  optimizer: learner.OptimizerConfig = learner.OptimizerConfig(
+      learning_rate=1e-3
+  )
+  grpo: learner.GRPOConfig = learner.GRPOConfig()
+  temperature: float = 1.0
+  chunk: int = 16  # groups that are sampled at a time
+  seed: int = 0  # of warm start, sampling and schedules
+
+  def __post_init__(self):
+    recipes.get(self.recipe)
+    sft.check_part(self.supervised)
+    if len(self.staleness) < 2 or self.staleness[0]:
+      raise ValueError(
+          f'staleness {self.staleness} is not 0 and at least one other bound.'
+      )
+    if self.system.in_flight_update:
+      raise ValueError(
+          'in_flight_update True cannot be replayed: a rollout here has one'
+          ' version of the weights.'
+      )
+    if self.chunk < 1:
+      raise ValueError(f'chunk {self.chunk} is below 1.')
+
+
+PRESETS = {
+    'smoke': (
+        'Seconds on a CPU; run by the tests.',
+        Config(
+            workdir=pathlib.Path('runs/async_drift_smoke'),
+            staleness=(0, 2),
+            system=simulator.SimulatorConfig(
+                samplers=8, batch=2, group_size=4, steps=4
+            ),
+            supervised=sft.SHORT,
+            model=dataclasses.replace(
+                model_config.tiny(16), num_layers=2, attention_block=32
+            ),
+            task=tasks.TaskConfig(digits=1),
+            chunk=2,
+        ),
+    ),
+    'tiny': ("The demo's model; a quarter of an hour on two cores.", Config()),
+}
+
+
+def main(cfg: Config, log: run.Log) -> None:
+  """Replays the schedules that have no rows yet, and compares."""
+  steps = cfg.system.steps
+  done = len(run.read_rows(log.path)) // steps
+  log.rewind(done * steps)
+  if done < len(cfg.staleness):
+    start = _load_start(cfg)
+    for i, bound in list(enumerate(cfg.staleness))[done:]:
+      progress = run.Progress(f'staleness {bound}', steps)
+      plan = schedules.schedule(_system(cfg, bound), jax.random.key(cfg.seed))
+      for k, row in enumerate(replay(cfg, start, plan)):
+        log({'step': i * steps + k, 'bound': bound, 'update': k, **row})
+        progress(k + 1, f'reward {row["reward"]:.2f}')
+  rows = run.read_rows(log.path)
+  comparison, predictions = compare(cfg, rows)
+  text = json.dumps(comparison, indent=2) + '\n'
+  files.write_atomically(cfg.workdir / 'comparison.json', text)
+  print(text)
+  figure = simulator_plots.replays(rows, predictions, cfg.workdir / 'figures')
+  print(f'Figure: {figure}', file=sys.stderr)
+
+
+def replay(
+    cfg: Config, start: grpo.Start, plan: schedules.Schedule
+) -> Iterator[dict[str, float | int]]:
+  """Yields a row for each update of a schedule, made for real.
+
+  Without staleness, and with `chunk` the groups of a batch, this is the run of
+  `experiments.grpo`.
+
+  Args:
+    cfg: the run.
+    start: what it starts from.
+    plan: the schedule.
+  """
+  recipe = recipes.get(cfg.recipe)
+  quantizers = grpo.make_quantizers(recipe, cfg.seed)
+  paths = transformer.param_paths(start.model)
+  segments = policy.segments((recipe.learner, recipe.sampler), paths)
+  settings = loop.LoopConfig(
+      model=start.model,
+      rollout=rollouts.RolloutConfig(
+          cfg.system.batch, cfg.system.group_size, cfg.temperature
+      ),
+      optimizer=cfg.optimizer,
+      grpo=recipes.objective(recipe, cfg.grpo),
+      seed=cfg.seed,
+  )
+  state = learner.init_state(
+      transformer.stack(start.params, segments), cfg.optimizer
+  )
+  bf16 = policy.Quantizer(policy.BF16)
+  references = {'bf16': policy.quantize_params(bf16, state.params)}
+  synced = loop.sync(quantizers, state.params)
+  sampled: dict[int, rollouts.Group] = {}
+  cursor = calls = 0
+  for k, batch in enumerate(plan.batches):
+    starting = started_at(plan, k)
+    for i in range(0, len(starting), cfg.chunk):
+      groups = rollouts.sample_groups(
+          start.model,
+          dataclasses.replace(settings.rollout, prompts_per_step=cfg.chunk),
+          start.task,
+          quantizers.sampler,
+          synced.sampler,
+          cursor,
+          rollouts.step_key(cfg.seed, calls),
+      )
+      chosen = starting[i : i + cfg.chunk]
+      sampled |= dict(zip(chosen, groups, strict=False))
+      cursor, calls = cursor + len(chosen), calls + 1
+    rolled, _ = rollouts.stack_groups(
+        settings.rollout,
+        start.task,
+        [sampled.pop(group) for group in batch],
+        plan.version[batch],
+    )
+    state, synced, metrics = loop.train_on(
+        settings, quantizers, references, state, synced, rolled
+    )
+    yield {
+        'reward': float(np.mean(rolled.rewards)),
+        'lag': float(plan.drift_lag[k]),
+        **{name: metrics[name] for name in _METRICS},
+    }
+
+
+def started_at(plan: schedules.Schedule, version: int) -> list[int]:
+  """Returns the groups that start with this version and are trained later."""
+  trained = plan.fate == schedules.FATES.index('trained')
+  return np.flatnonzero(trained & (plan.version == version)).tolist()
+
+
+def compare(
+    cfg: Config, rows: Sequence[Mapping[str, Any]]
+) -> tuple[dict[str, Any], dict[int, drift_model.Curves]]:
+  """Returns fitted constants and each run's errors, and what was predicted.
+
+  Args:
+    cfg: the runs.
+    rows: of all updates.
+
+  Returns:
+    `fitted` by name, and for each of `runs` (bounds on staleness): means of lag
+    and mismatch, the largest drift, the root mean square error of the reward
+    curve and the mean reward of the last 20 updates, measured and predicted. A
+    measured drift is what the model's recursion makes of the measured mismatch.
+    `hindsight` has the constants of least error, and that error by run.
+    Second, predicted curves by bound.
+  """
+  runs = {
+      bound: {
+          name: np.array([row[name] for row in rows if row['bound'] == bound])
+          for name in ('lag', 'mismatch_abs_logprob', 'reward')
+      }
+      for bound in cfg.staleness
+  }
+  model = _fit(cfg, *list(runs.values())[:2])
+  predictions, table = {}, []
+  for i, (bound, measured) in enumerate(runs.items()):
+    curves = drift_model.follow(model, measured['lag'])
+    curves = jax.tree.map(np.asarray, curves)
+    mismatch, reward = measured['mismatch_abs_logprob'], measured['reward']
+    drift = np.asarray(drift_model.accumulate(model, mismatch).drift)
+    end = slice(-_WINDOW, None)
+    values = {
+        'lag': measured['lag'].mean(),
+        'mismatch': mismatch.mean(),
+        'mismatch_predicted': curves.mismatch.mean(),
+        'drift': drift.max(),
+        'drift_predicted': curves.drift.max(),
+        'reward_error': np.sqrt(np.mean((curves.reward - reward) ** 2)),
+        'end_reward': reward[end].mean(),
+        'end_reward_predicted': curves.reward[end].mean(),
+    }
+    fitted = (('q', 'learning'), ('s',))[i] if i < 2 else ()
+    table.append({'bound': bound, 'fitted': fitted})
+    table[-1] |= {name: float(value) for name, value in values.items()}
+    predictions[bound] = curves
+  names = ('quantization', 'staleness', 'learning', 'reward_start')
+  names += ('reward_max',)
+  fitted = {name: float(getattr(model, name)) for name in names}
+  return {
+      'fitted': fitted,
+      'runs': table,
+      'hindsight': _hindsight(model, runs),
+  }, predictions
+
+
+def _hindsight(model, runs):
+  """Returns the constants of least reward error, were all runs known.
+
+  Of a grid of staleness s, its power, capacity c and damage b; what is left is
+  what the equations cannot say.
+  """
+  grid = {
+      'staleness': model.staleness * np.geomspace(0.25, 4, 9),
+      'power': np.linspace(0.5, 2, 7),
+      'capacity': np.geomspace(0.1, 10, 21),
+      'damage': np.geomspace(0.0005, 0.05, 9),
+  }
+  points = np.array(list(itertools.product(*grid.values())))
+  lags = np.stack([run['lag'] for run in runs.values()])
+  rewards = np.stack([run['reward'] for run in runs.values()])
+
+  @jax.jit
+  def errors(points):
+    def one(point):
+      changed = model._replace(**dict(zip(grid, point, strict=True)))
+      follow = functools.partial(drift_model.follow, changed)
+      curves = jax.vmap(follow)(lags)
+      return jnp.sqrt(jnp.mean((curves.reward - rewards) ** 2, axis=1))
+
+    return jax.vmap(one)(points)
+
+  error = np.asarray(errors(points))
+  best = np.argmin((error**2).sum(axis=1))
+  return {
+      **dict(zip(grid, map(float, points[best]), strict=True)),
+      'reward_error': error[best].tolist(),
+  }
+
+
+def _system(cfg, bound):
+  """Returns what the simulator is told of a run."""
+  correction = cfg.grpo.correction
+  changes = {'correction': 'none'}
+  if correction.weights != 'none':
+    cap = math.inf if correction.cap is None else correction.cap
+    changes = {'correction': 'tis', 'tis_cap': cap}
+  return dataclasses.replace(cfg.system, max_staleness=bound, **changes)
+
+
+def _fit(cfg, first, second):
+  """Returns the drift model with its fitted constants."""
+  reward = first['reward']
+  model = simulator.knobs(_system(cfg, 0)).drift
+  quantization = first['mismatch_abs_logprob'].mean()
+  # In quadrature, as in the model; least squares through zero.
+  stale = np.sqrt(
+      np.maximum(second['mismatch_abs_logprob'] ** 2 - quantization**2, 0)
+  )
+  powers = second['lag'] ** model.power
+  model = model._replace(
+      learning_rate=1.0,  # of these runs: s and the speed are for it
+      quantization=quantization,
+      staleness=np.sum(stale * powers) / max(np.sum(powers**2), 1e-9),
+      reward_start=reward[:3].mean(),
+      reward_max=reward[-_WINDOW:].mean(),
+  )
+
+  def error(speed):
+    curves = drift_model.follow(model._replace(learning=speed), first['lag'])
+    return np.mean((curves.reward - reward) ** 2)
+
+  return model._replace(learning=min(np.geomspace(1e-3, 1.0, 121), key=error))
+
+
+def _load_start(cfg):
+  return grpo.load_start(
+      grpo.Config(
+          workdir=cfg.workdir,
+          task=cfg.task,
+          model=cfg.model,
+          supervised=cfg.supervised,
+          seed=cfg.seed,
+      )
+  )
+
+
+if __name__ == '__main__':
+  run.launch(main, PRESETS)
