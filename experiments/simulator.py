@@ -7,6 +7,7 @@
     python -m experiments.simulator range      # which constants force the story
     python -m experiments.simulator benchmark  # against a plain Python loop
     python -m experiments.simulator figures
+    python -m experiments.simulator page       # one HTML file, all of it live
 
 `nvfp4_jax.rl.simulator` simulates; results/simulator holds the rows of each
 preset and the figures, which `figures` draws from them. Flags change the
@@ -26,6 +27,7 @@ import numpy as np
 from experiments import run
 from experiments import simulator_peer
 from experiments import simulator_plots
+from experiments.simulator_page import document
 from nvfp4_jax.rl import simulator
 
 _System = simulator.SimulatorConfig
@@ -84,9 +86,9 @@ class Config:
   """Flags."""
 
   workdir: pathlib.Path = pathlib.Path('runs/simulator')
-  mode: Literal['run', 'sweep', 'frontier', 'range', 'benchmark', 'figures'] = (
-      'run'
-  )
+  mode: Literal[
+      'run', 'sweep', 'frontier', 'range', 'benchmark', 'figures', 'page'
+  ] = 'run'
   system: _System = _System()  # what the others are variants of
   seeds: int = 3
   configurations: int = 10_000  # random ones, of frontier and benchmark
@@ -134,14 +136,19 @@ PRESETS = {
         _preset('benchmark', system=_System(steps=100), seeds=1),
     ),
     'figures': ('Draws the figures of committed rows.', _preset('figures')),
+    'page': ('Writes simulator.html, which computes live.', _preset('page')),
 }
 
 
 def main(cfg: Config, log: run.Log) -> None:
-  """Logs the rows of a mode; `run` and `figures` draw."""
+  """Logs the rows of a mode; `run` and `figures` draw, `page` writes HTML."""
   if cfg.mode == 'figures':
     for path in draw(cfg.rows, cfg.workdir / 'figures'):
       print(path)
+    return
+  if cfg.mode == 'page':
+    html = document.render(cfg.system, SYSTEMS, PRECISIONS)
+    print(document.write(cfg.workdir / 'simulator.html', html))
     return
   modes = {
       'run': _run,

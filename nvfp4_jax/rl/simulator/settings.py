@@ -14,13 +14,14 @@ from nvfp4_jax.rl.simulator import drift_model
 from nvfp4_jax.rl.simulator import event_engine
 
 Precision = Literal['bf16', 'mxfp8', 'nvfp4_w4a16', 'nvfp4_w4a8', 'nvfp4_w4a4']
-_POSITIVE = ('samplers', 'batch', 'sync_interval', 'steps', 'group_size')
-_POSITIVE += ('sampler_speed', 'trainer_speed', 'mean_length', 'horizon')
-_POSITIVE += ('learning_rate', 'capacity', 'drift_threshold', 'reward_max')
-_NOT_NEGATIVE = ('max_staleness', 'sync_latency', 'turns')
-_NOT_NEGATIVE += ('environment_latency', 'step_overhead', 'length_cv')
-_NOT_NEGATIVE += ('staleness', 'staleness_power', 'drift_gain', 'damage')
-_NOT_NEGATIVE += ('amplification', 'learning', 'reward_start')
+# Bounds of fields.
+POSITIVE = ('samplers', 'batch', 'sync_interval', 'steps', 'group_size')
+POSITIVE += ('sampler_speed', 'trainer_speed', 'mean_length', 'horizon')
+POSITIVE += ('learning_rate', 'capacity', 'drift_threshold', 'reward_max')
+NOT_NEGATIVE = ('max_staleness', 'sync_latency', 'turns')
+NOT_NEGATIVE += ('environment_latency', 'step_overhead', 'length_cv')
+NOT_NEGATIVE += ('staleness', 'staleness_power', 'drift_gain', 'damage')
+NOT_NEGATIVE += ('amplification', 'learning', 'reward_start')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,9 +129,9 @@ class SimulatorConfig:
     for name in ('correction', 'rollout', 'train', 'hardware', 'mismatch'):
       self._refuse_other(name)
     self._refuse_other('backward')
-    for name in _POSITIVE:
+    for name in POSITIVE:
       self._check(name, getattr(self, name) > 0, 'above 0')
-    for name in _NOT_NEGATIVE:
+    for name in NOT_NEGATIVE:
       self._check(name, getattr(self, name) >= 0, 'at least 0')
     self._check('buffer_batches', self.buffer_batches >= 1, 'at least 1')
     in_range = 0 < self.shared_experts_factor <= 1

@@ -1,0 +1,1 @@
+"""The simulator as one HTML file: a port of the engine, and its page."""
