@@ -37,6 +37,7 @@ from experiments import grpo
 from experiments import run
 from experiments import sft
 from experiments import simulator_plots
+from nvfp4_jax import config
 from nvfp4_jax import files
 from nvfp4_jax import policy
 from nvfp4_jax import recipes
@@ -127,12 +128,20 @@ def main(cfg: Config, log: run.Log) -> None:
         log({'step': i * steps + k, 'bound': bound, 'update': k, **row})
         progress(k + 1, f'reward {row["reward"]:.2f}')
   rows = run.read_rows(log.path)
-  comparison, predictions = compare(cfg, rows)
+  comparison, _ = compare(cfg, rows)
   text = json.dumps(comparison, indent=2) + '\n'
   files.write_atomically(cfg.workdir / 'comparison.json', text)
   print(text)
-  figure = simulator_plots.replays(rows, predictions, cfg.workdir / 'figures')
+  figure = draw(cfg.workdir, cfg.workdir / 'figures')
   print(f'Figure: {figure}', file=sys.stderr)
+
+
+def draw(workdir: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
+  """Draws the rows of a finished run; returns the picture's path."""
+  saved = json.loads((workdir / 'config.json').read_text())
+  rows = run.read_rows(workdir / 'metrics.jsonl')
+  _, predictions = compare(config.from_json(Config, saved), rows)
+  return simulator_plots.replays(rows, predictions, folder)
 
 
 def replay(
