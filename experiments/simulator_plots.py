@@ -225,7 +225,8 @@ def replays(
         axis.plot(values, '--', color=f'C{i}', label=f'K = {bound}, predicted')
     axis.set(xlabel='update', ylabel=label)
     axis.grid(alpha=0.3)
-  axes[1].legend(frameon=False, fontsize=7)
+  handles, labels = axes[1].get_legend_handles_labels()
+  figure.legend(handles, labels, loc='outside right center')
   return _save(figure, folder / 'async_drift.png')
 
 
