@@ -6,13 +6,15 @@
 #   make test     the tests
 #   make lint     the static checks
 #   make interop  compares checkpoints with other projects' tools, on a CPU
+#   make aot      compiles and interprets the GPU kernels, on a CPU
 #   make tunix    times a GRPO step beside google-tunix's, on a CPU
 #   make clean    removes the environments and what the tools left
 #
 # PYTHON=/path/to/python3.12 chooses the interpreter, VENV=dir the place.
 # interop has an environment of its own, $(VENV)-interop, of a Python 3.11 that
 # INTEROP_PYTHON=/path/to/python3.11 chooses; it holds torch and takes 1.5 GB.
-# So has tunix, $(VENV)-tunix, of the same Python as the project's.
+# So have aot, $(VENV)-aot (Triton; 1 GB), and tunix, $(VENV)-tunix, of the same
+# Python as the project's.
 
 VENV ?= .venv
 PYTHON ?=
@@ -20,14 +22,16 @@ INTEROP_PYTHON ?=
 
 BIN := $(VENV)/bin
 INTEROP_VENV := $(VENV)-interop
+AOT_VENV := $(VENV)-aot
 TUNIX_VENV := $(VENV)-tunix
 PIP_OPTIONS := --disable-pip-version-check --no-input
 PIP := $(BIN)/python -m pip $(PIP_OPTIONS)
 INTEROP_PIP := $(INTEROP_VENV)/bin/python -m pip $(PIP_OPTIONS)
+AOT_PIP := $(AOT_VENV)/bin/python -m pip $(PIP_OPTIONS)
 TUNIX_PIP := $(TUNIX_VENV)/bin/python -m pip $(PIP_OPTIONS)
 SOURCES := nvfp4_jax experiments tests interop
 
-.PHONY: help setup demo test lint interop run-interop tunix clean
+.PHONY: help setup demo test lint interop run-interop aot tunix clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -70,13 +74,20 @@ interop:
 run-interop: $(VENV)/.setup-dev $(INTEROP_VENV)/.setup
 	$(BIN)/python interop/check.py --python $(INTEROP_VENV)/bin/python
 
+# Not part of `test`, since it installs Triton. The compiler and the interpreter
+# exclude each other in one process.
+aot: $(AOT_VENV)/.setup
+	JAX_PLATFORMS=cpu $(AOT_VENV)/bin/python -m pytest -q -m aot tests/kernels
+	JAX_PLATFORMS=cpu TRITON_INTERPRET=1 \
+	  $(AOT_VENV)/bin/python -m pytest -q -m aot tests/kernels
+
 # The rows go to results/tunix, behind those that are there.
 tunix: $(TUNIX_VENV)/.setup
 	$(TUNIX_VENV)/bin/python interop/tunix_grpo.py
 
 # runs/ stays: it holds results.
 clean:
-	rm -rf $(VENV) $(INTEROP_VENV) $(TUNIX_VENV) build *.egg-info
+	rm -rf $(VENV) $(INTEROP_VENV) $(AOT_VENV) $(TUNIX_VENV) build *.egg-info
 	rm -rf .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -98,6 +109,16 @@ $(INTEROP_VENV)/.setup: interop/requirements.txt
 	$(INTEROP_PIP) install -q --no-compile "$$(grep '^torch==' $<)"; \
 	$(INTEROP_PIP) install -q --no-compile -r $<; \
 	rm $(INTEROP_VENV)/.unfinished
+	@touch $@
+
+$(AOT_VENV)/.setup: pyproject.toml constraints.txt
+	@set -eu; \
+	$(call open_environment,$(AOT_VENV),$(find_project_python)); \
+	echo "Installing nvfp4-jax[aot,dev] into $(AOT_VENV) (a minute or more)"; \
+	$(AOT_PIP) install -q --no-compile -c constraints.txt setuptools; \
+	$(AOT_PIP) install -q --no-compile -c constraints.txt \
+	  --no-build-isolation -e '.[aot,dev]'; \
+	rm $(AOT_VENV)/.unfinished
 	@touch $@
 
 # The project first, so that what it pins stays; the others bring nothing along.

@@ -13,6 +13,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
+from nvfp4_jax import kernels
 from nvfp4_jax import qtensor
 from nvfp4_jax import quantization
 
@@ -62,7 +63,7 @@ def init(
   """
   empty = jnp.zeros((num_layers, batch, num_kv_heads, length, head_dim), dtype)
   if spec is not None:
-    empty = quantization.quantize(empty, spec)
+    empty = kernels.quantize(empty, spec)
   return KVCache(k=empty, v=empty, lengths=jnp.zeros((batch,), jnp.int32))
 
 
@@ -73,7 +74,7 @@ def capacity(cache: KVCache) -> int:
 
 def store(x: jax.Array, spec: quantization.QuantSpec | None) -> Stored:
   """Returns keys or values `[..., T, D]` as a cache holds them."""
-  return x if spec is None else quantization.quantize(x, spec)
+  return x if spec is None else kernels.quantize(x, spec)
 
 
 def load(stored: Stored, dtype: jax.typing.DTypeLike) -> jax.Array:

@@ -30,9 +30,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from nvfp4_jax import exact
+from nvfp4_jax import kernels
 from nvfp4_jax import matmul
 from nvfp4_jax import qtensor
-from nvfp4_jax import quantization
 from nvfp4_jax import routing
 
 
@@ -124,7 +124,7 @@ def quantize_input(
   spec = specs.pop()
   if specs or spec is None:
     return None
-  return quantization.quantize(lax.stop_gradient(x), spec)
+  return kernels.quantize(lax.stop_gradient(x), spec)
 
 
 def rms_norm(x: jax.Array, gain: jax.Array, eps: float) -> jax.Array:

@@ -405,11 +405,11 @@ def _quantized_gradients(dy, x, w, group_sizes, key, precision):
   keys = (None, None) if key is None else jax.random.split(key)
   grad = precision.grad
   by_features = dataclasses.replace(grad, hadamard=False)
-  dyq = quantization.quantize(dy, by_features, key=keys[0])
+  dyq = kernels.quantize(dy, by_features, key=keys[0])
   dgrad = kernels.scaled_matmul(dyq, w, group_sizes)
   tokens, sizes = _pad_tokens(dy, group_sizes, _wgrad_block(precision))
   if sizes is None:
-    dyq = quantization.quantize(tokens.T, grad, key=keys[1])
+    dyq = kernels.quantize(tokens.T, grad, key=keys[1])
   else:
     dyq = _quantize_tokens(tokens.T, grad, sizes, keys[1])
   return dgrad, kernels.scaled_wgrad(dyq, x, sizes)
@@ -477,12 +477,12 @@ def _quantize(x, spec, axis_name):
         f'{x.shape[-1]} columns of a shard do not fill blocks of {spec.format}.'
     )
   if axis_name is None or spec.outer == 'none':
-    return quantization.quantize(x, spec)
+    return kernels.quantize(x, spec)
   # As integers: a maximum of floats may lose a NaN.
   amax = quantization.compute_amax(x, spec)
   bits = lax.pmax(lax.bitcast_convert_type(amax, jnp.int32), axis_name)
   amax = lax.bitcast_convert_type(bits, jnp.float32)
-  return quantization.quantize(x, spec, amax=amax)
+  return kernels.quantize(x, spec, amax=amax)
 
 
 def _bfloat16(x):

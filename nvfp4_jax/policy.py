@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from nvfp4_jax import exact
+from nvfp4_jax import kernels
 from nvfp4_jax import matmul
 from nvfp4_jax import qtensor
 from nvfp4_jax import quantization
@@ -386,7 +387,7 @@ def _quantize_layers(weights, specs, dtype):
               for n in fused
           ),
       )
-    result[name] = quantization.quantize(leaf, spec, amax=amax)
+    result[name] = kernels.quantize(leaf, spec, amax=amax)
   return result, finite
 
 

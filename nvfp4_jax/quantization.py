@@ -194,11 +194,21 @@ def quantize(
     https://arxiv.org/abs/2512.02010; MX formats: OCP Microscaling 1.0, with
     scales rounded up.
   """
+  check_quantize(x, spec, key, amax)
+  return _quantize(x, key, amax, spec)
+
+
+def check_quantize(
+    x: jax.Array,
+    spec: QuantSpec,
+    key: jax.Array | None,
+    amax: jax.Array | None,
+) -> None:
+  """Raises what `quantize` raises, but for amax of a wrong shape."""
   check_operand(x, spec)
   _check_key(spec, key)
   if spec.outer == 'none' and amax is not None:
     raise ValueError(f'{spec.format} has no global scale and takes no amax.')
-  return _quantize(x, key, amax, spec)
 
 
 def quantize_in_groups(

@@ -26,6 +26,7 @@ import jax.numpy as jnp
 
 from nvfp4_jax import exact
 from nvfp4_jax import formats
+from nvfp4_jax import kernels
 from nvfp4_jax import qtensor
 from nvfp4_jax import quantization
 
@@ -107,7 +108,7 @@ def extend(
         units, jnp.broadcast_to(index, (*units.shape[:-1], index.shape[-1])), -1
     )
     amax = jnp.full((*wq.block_scale.shape[:-2], 1, 1), _largest(rhs))
-    columns = quantization.quantize(taken, rhs, amax=amax)
+    columns = kernels.quantize(taken, rhs, amax=amax)
   return Extended(_join(xq, rq), _join(wq, columns))
 
 
@@ -118,7 +119,7 @@ def compensated(
     group_sizes: jax.Array | None = None,
 ) -> jax.Array:
   """Returns float32 `[M, K]` x^ + r^: the activations that are multiplied."""
-  xq = quantization.quantize(x, lhs)
+  xq = kernels.quantize(x, lhs)
   rq, channels = _quantize_error(x, xq, lhs, residual, group_sizes)
   values = qtensor.dequantize(xq, jnp.float32)
   rest = qtensor.dequantize(rq, jnp.float32)
@@ -141,7 +142,7 @@ def _quantize_error(x, xq, lhs, residual, group_sizes):
     error = jnp.take_along_axis(error, index, axis=-1)
   amax = quantization.compute_amax(x, lhs)
   return (
-      quantization.quantize(exact.to_bfloat16(error), lhs, amax=amax),
+      kernels.quantize(exact.to_bfloat16(error), lhs, amax=amax),
       channels,
   )
 

@@ -24,6 +24,7 @@ from nvfp4_jax import self_check
 from tests import byte_table
 from tests import golden_cases
 from tests import numpy_oracle
+from tests.kernels import cases
 
 _Spec = quantization.QuantSpec
 _GOLDENS = {
@@ -131,3 +132,119 @@ class GpuTest(chex.TestCase):
     self.assertLen(rows, grpo.PRESETS['smoke'][1].steps)
     for row in rows:
       self.assertTrue(all(np.isfinite(value) for value in row.values()))
+
+
+_quantize = jax.jit(
+    kernels.quantize, static_argnames=('spec', 'implementation')
+)
+
+
+@pytest.mark.gpu
+class TritonTest(chex.TestCase):
+
+  def assert_same_bytes(self, x, spec, **options):
+    # Both jitted, so that a shape and spec are compiled once in a test.
+    x = jnp.asarray(x)
+    got, want = (
+        _quantize(x, spec=spec, implementation=name, **options)
+        for name in ('triton', 'reference')
+    )
+    as_bytes = lambda leaf: np.asarray(leaf).view(np.uint8)
+    chex.assert_trees_all_equal(*jax.tree.map(as_bytes, (got, want)))
+
+  def test_quantize_is_triton_by_default(self):
+    kernels._log_once.cache_clear()
+    with self.assertLogs(kernels.__name__, 'INFO') as logs:
+      kernels.quantize(jnp.ones((4, 64)), cases.SPECS[0])
+    self.assertIn("implementation 'triton'", logs.output[0])
+
+  @parameterized.parameters(*cases.SPECS)
+  def test_bytes(self, spec):
+    # Random rows of different size; edges, among them and alone; not finite.
+    x = byte_table.matrix()[:1024]
+    edges = np.tile(cases.edges(), (64, 36))
+    mixed = np.concatenate([x[:992], edges[:32]])
+    for given in (x, mixed, edges, 0 * x, edges * (np.abs(edges) < 1e-37)):
+      self.assert_same_bytes(given, spec)
+    for value in (np.nan, np.inf, -np.inf):
+      given = mixed.copy()
+      given[3, 7] = value
+      self.assert_same_bytes(given, spec)
+
+  def test_nine_million_elements(self):
+    for spec in (cases.SPECS[0], _Spec('nvfp4', 'token', four_over_six='mse')):
+      self.assert_same_bytes(byte_table.matrix(), spec)
+
+  @parameterized.parameters(*_GOLDENS.items())
+  def test_golden_inputs(self, file, spec):
+    inputs = [case.x for case in golden_cases.load(file, ())]
+    self.assert_same_bytes(golden_cases.stack(inputs), spec)
+
+  @parameterized.parameters(
+      ((1, 16),), ((1, 4096),), ((3, 32768),), ((2, 32784),), ((17, 14336),)
+  )
+  def test_shapes(self, shape):
+    x = jax.random.normal(jax.random.key(0), shape, jnp.bfloat16)
+    for spec in (_Spec('nvfp4', 'token'), _Spec('nvfp4')):
+      self.assert_same_bytes(x, spec)
+
+  @parameterized.parameters(jnp.float32, jnp.float16)
+  def test_other_dtypes(self, dtype):
+    x = jax.random.normal(jax.random.key(0), (2, 3, 48)).astype(dtype)
+    self.assert_same_bytes(x, _Spec('nvfp4', 'token'))
+
+  @parameterized.parameters('token', 'tensor')
+  def test_given_amax(self, outer):
+    x = jax.random.normal(jax.random.key(0), (2, 3, 48), jnp.bfloat16)
+    spec = _Spec('nvfp4', outer)
+    amax = 2 * quantization.compute_amax(x, spec)
+    self.assert_same_bytes(x, spec, amax=amax)
+
+  def test_every_scaled_value_near_a_boundary(self):
+    near = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], np.float32)
+    bits = near.view(np.int32)[:, None] + np.arange(-8192, 8192)
+    v = bits.astype(np.int32).view(np.float32).reshape(-1)[: 15 * 7640]
+    x = np.full((7640, 16), 6, np.float32)
+    x[:, 1:] = v.reshape(-1, 15)
+    self.assert_same_bytes(np.concatenate([x, -x]), _Spec('nvfp4', 'token'))
+
+  def test_jit_vmap_and_vjp(self):
+    spec = _Spec('nvfp4', 'token', four_over_six='mse')
+    x = jax.random.normal(jax.random.key(0), (3, 5, 64), jnp.bfloat16)
+    fn = lambda x: kernels.quantize(x, spec, implementation='triton')
+    want = kernels.quantize(x, spec, implementation='reference')
+    chex.assert_trees_all_equal(jax.jit(jax.vmap(fn))(x), want)
+    precision = matmul.MatmulPrecision(spec, _Spec('nvfp4'))
+    w = jax.random.normal(jax.random.key(1), (32, 64))
+    loss = lambda x, w: jnp.sum(matmul.quantized_matmul(x, w, precision) ** 2)
+    gradients = jax.jit(jax.grad(loss, (0, 1)))(x, w)
+    self.assertTrue(all(jnp.isfinite(g).all() for g in gradients))
+
+  @parameterized.product(
+      shape=((1, 64, 128), (5, 70, 256), (33, 130, 1024), (130, 4096, 4096)),
+      lhs=(None, _Spec('nvfp4', 'token'), _Spec('nvfp4'), _Spec('mxfp8')),
+  )
+  def test_matmul_is_exact_but_for_sums(self, shape, lhs):
+    x, w = cases.operands(*shape)
+    x = x if lhs is None else quantization.quantize(x, lhs)
+    wq = quantization.quantize(w, _Spec('nvfp4', four_over_six='mse'))
+    y = kernels.scaled_matmul(x, wq, implementation='triton')
+    want, magnitude = cases.exact_product(x, wq)
+    # The tensor cores of Hopper truncate what they add.
+    self.assertLess(np.max(np.abs(y - want) / magnitude), 1e-5)
+
+  @parameterized.product(
+      shape=((14336, 4096), (4096, 4096), (512, 1024)),
+      lhs=(None, _Spec('nvfp4', 'token')),
+  )
+  def test_bits_of_a_row_do_not_depend_on_the_batch(self, shape, lhs):
+    x, w = cases.operands(512, *shape)
+    x = jnp.where(jnp.arange(shape[1]) % 97 == 5, 300 * x, x)
+    x = x if lhs is None else quantization.quantize(x, lhs)
+    wq = quantization.quantize(w, _Spec('nvfp4', four_over_six='mse'))
+    multiply = lambda n: kernels.scaled_matmul(
+        jax.tree.map(lambda leaf: leaf[:n], x), wq, implementation='triton'
+    )
+    want = multiply(512)
+    for rows in (1, 2, 16, 17, 32, 33, 64, 129):
+      np.testing.assert_array_equal(multiply(rows), want[:rows])

@@ -7,20 +7,85 @@ groups may be empty, and rows after the last group give zeros. All results are
 float32 and not yet rounded; operands that are not quantized are bfloat16, or
 float32 where the model asks for it.
 
-`reference` is the only backend so far. It runs wherever XLA does and defines
-the answer.
+`implementation` names a backend, and then nothing else is used: where it cannot
+serve, NotImplementedError says why. None chooses one when the call is traced,
+by the default backend of JAX, and logs the choice once. `reference` runs
+wherever XLA does and defines the answer.
 """
+
+import functools
+import logging
+import types
+from typing import Literal
 
 import jax
 
 from nvfp4_jax import qtensor
+from nvfp4_jax import quantization
 from nvfp4_jax.kernels import reference
+
+type Implementation = Literal['reference', 'triton']
+
+_IMPLEMENTATIONS = ('reference', 'triton')
+_LOWEST_CAPABILITY = 9.0  # from here on, Triton converts to E4M3 in hardware
+_log = logging.getLogger(__name__)
+
+
+def quantize(
+    x: jax.Array,
+    spec: quantization.QuantSpec,
+    *,
+    key: jax.Array | None = None,
+    amax: jax.Array | None = None,
+    implementation: Implementation | None = None,
+    tile: tuple[int, int, int] | None = None,
+) -> qtensor.QTensor:
+  """Quantizes `x` along its last axis: see `quantization.quantize`.
+
+  Every implementation gives the same bytes. 'triton' has no sharding rule:
+  with several devices it is chosen inside a shard_map only.
+
+  Args:
+    x: `[..., M, K]` bfloat16, float16 or float32.
+    spec: how.
+    key: randomness, for stochastic rounding and only then.
+    amax: see `quantization.quantize`.
+    implementation: 'reference', 'triton', or None to choose.
+    tile: of 'triton': rows and columns that a program computes, and its number
+      of warps; powers of two. None for what suits the shape.
+
+  Raises:
+    TypeError, ValueError: see `quantization.quantize`; another implementation;
+      a tile without 'triton'.
+    NotImplementedError: 'triton' cannot run here, or not with this spec.
+  """
+  if implementation not in (None, *_IMPLEMENTATIONS):
+    raise ValueError(
+        f'implementation {implementation!r} is not one of {_IMPLEMENTATIONS}.'
+    )
+  if tile is not None and implementation != 'triton':
+    raise ValueError(f"tile {tile} is of implementation 'triton' only.")
+  if implementation != 'reference':
+    problem = _cannot_run_triton() or _cannot_shard(implementation)
+    if problem is None:
+      quantization.check_quantize(x, spec, key, amax)
+      problem = _triton_quantize().unsupported(x, spec)
+    if problem is None:
+      _log_once('quantize', 'triton', '')
+      return _triton_quantize().quantize(x, spec, amax=amax, tile=tile)
+    if implementation == 'triton':
+      raise NotImplementedError(f'quantize: {problem}.')
+    _log_once('quantize', 'reference', problem)
+  return quantization.quantize(x, spec, key=key, amax=amax)
 
 
 def scaled_matmul(
     x: jax.Array | qtensor.QTensor,
     wq: qtensor.QTensor,
     group_sizes: jax.Array | None = None,
+    *,
+    implementation: Implementation | None = None,
+    tile: tuple[int, int, int, int] | None = None,
 ) -> jax.Array:
   """Returns `x @ w.T`, float32 `[M, N]`, of quantized operands.
 
@@ -33,8 +98,33 @@ def scaled_matmul(
     x: quantized `[M, K]`, or bfloat16.
     wq: quantized `[N, K]`, or `[E, N, K]` with `group_sizes`.
     group_sizes: `[E]` int32 or None.
+    implementation: 'reference', also for None, or 'triton', without groups: on
+      Hopper with nvfp4 weights, where a row's bits do not depend on how many
+      rows there are; on Blackwell with both operands nvfp4 or both mxfp8, which
+      was never run. Each adds in an order of its own.
+    tile: of 'triton': rows of x and features that a program computes, its
+      number of warps and of stages. None for what suits the shape.
+
+  Raises:
+    ValueError: another implementation; a tile without 'triton'.
+    NotImplementedError: 'triton' cannot run here, or not with these operands.
   """
-  return reference.scaled_matmul(x, wq, group_sizes)
+  if implementation not in (None, *_IMPLEMENTATIONS):
+    raise ValueError(
+        f'implementation {implementation!r} is not one of {_IMPLEMENTATIONS}.'
+    )
+  if implementation != 'triton':
+    if tile is not None:
+      raise ValueError(f"tile {tile} is of implementation 'triton' only.")
+    return reference.scaled_matmul(x, wq, group_sizes)
+  problem = _cannot_run_triton()
+  if problem is not None:
+    raise NotImplementedError(f'scaled_matmul: {problem}.')
+  module = _triton_matmul()
+  problem = module.unsupported(x, wq, group_sizes, _compute_capability())
+  if problem is not None:
+    raise NotImplementedError(f'scaled_matmul: {problem}.')
+  return module.scaled_matmul(x, wq, tile=tile)
 
 
 def scaled_wgrad(
@@ -79,3 +169,61 @@ def wgrad(
   of the sum differs from that of one dot over the group.
   """
   return reference.wgrad(dy, x, group_sizes)
+
+
+@functools.cache
+def _cannot_run_triton() -> str | None:
+  """Returns why Triton kernels cannot run here, or None if they can."""
+  backend = jax.default_backend()
+  if backend != 'gpu':
+    return f'the default backend is {backend}, and Triton kernels need a GPU'
+  if _compute_capability() < _LOWEST_CAPABILITY:
+    return (
+        f'compute capability {_compute_capability()} is below'
+        f' {_LOWEST_CAPABILITY}'
+    )
+  try:
+    import jax_triton
+  except ImportError as error:
+    return f'jax_triton cannot be imported ({error})'
+  del jax_triton
+  return None
+
+
+def _compute_capability() -> float:
+  """Returns that of the first device, or 0.0 if it is no NVIDIA GPU."""
+  try:
+    return float(getattr(jax.devices()[0], 'compute_capability', 0.0))
+  except ValueError:
+    return 0.0
+
+
+def _cannot_shard(implementation) -> str | None:
+  """Returns why an automatic choice must not be Triton on several devices."""
+  if implementation is not None or jax.device_count() == 1:
+    return None
+  mesh = jax.sharding.get_abstract_mesh()
+  if not mesh.empty and set(mesh.manual_axes) == set(mesh.axis_names):
+    return None
+  return 'XLA cannot divide a Triton kernel among several devices'
+
+
+# Imported where they run: Triton is an optional dependency.
+def _triton_quantize() -> types.ModuleType:
+  from nvfp4_jax.kernels import triton_quantize
+
+  return triton_quantize
+
+
+def _triton_matmul() -> types.ModuleType:
+  from nvfp4_jax.kernels import triton_blackwell
+  from nvfp4_jax.kernels import triton_matmul
+
+  is_blackwell = _compute_capability() in triton_blackwell.CAPABILITIES
+  return triton_blackwell if is_blackwell else triton_matmul
+
+
+@functools.cache
+def _log_once(function: str, implementation: str, reason: str) -> None:
+  why = f', since {reason}' if reason else ''
+  _log.info('%s: implementation %r%s.', function, implementation, why)

@@ -1,0 +1,217 @@
+"""What Triton makes of our kernels for GPUs that are not here: `make aot`."""
+
+import functools
+import os
+import pathlib
+import re
+import subprocess
+import tempfile
+from unittest import mock
+
+from absl.testing import absltest
+from absl.testing import parameterized
+import chex
+import jax
+import jax.numpy as jnp
+import pytest
+
+from nvfp4_jax import quantization
+
+triton = pytest.importorskip('triton')
+if triton.knobs.runtime.interpret:
+  pytest.skip('TRITON_INTERPRET is set.', allow_module_level=True)
+
+from triton.backends import compiler as backends  # noqa: E402
+from triton.compiler import compiler  # noqa: E402
+
+from nvfp4_jax.kernels import triton_blackwell  # noqa: E402
+from nvfp4_jax.kernels import triton_matmul  # noqa: E402
+from nvfp4_jax.kernels import triton_quantize  # noqa: E402
+
+pytestmark = pytest.mark.aot
+
+_TOOLS = pathlib.Path(triton.__file__).parent / 'backends/nvidia/bin'
+_TYPES = {
+    'x_ptr': '*bf16',
+    'amax_ptr': '*fp32',
+    'own_ptr': '*fp32',
+    'M': 'i32',
+    'N': 'i32',
+    'PER_SCALE': 'i32',
+    'data_ptr': '*u8',
+    'codes_ptr': '*u8',
+    'scale_ptr': '*fp8e4nv',
+    'decode_ptr': '*fp32',
+    'outer_ptr': '*fp32',
+    'y_ptr': '*fp32',
+    'x_scale_ptr': '*u8',
+    'w_ptr': '*u8',
+    'w_scale_ptr': '*u8',
+}
+_ROWS = dict(
+    K=4096, E=448, FOUR=False, MSE=False, FAST=False, ROWS=1, BLOCKS=256
+)
+_FOUR = _ROWS | dict(E=256, FOUR=True, MSE=True)
+_MX = dict(K=4096, FP8=True, SQUARES=False, ROWS=4, BLOCKS=64)
+_FEW = dict(K=4096, PARTS=2, ROWS=16, FEATURES=64)
+_MANY = _FEW | dict(ROWS=128, FEATURES=128)
+_NVFP4 = dict(K=4096, NVFP4=True, ROWS=128, FEATURES=128, STEP=256)
+_MXFP8 = _NVFP4 | dict(NVFP4=False, STEP=128)
+
+
+@functools.cache
+def _compile(kernel, capability, num_warps, num_stages, constants, x='*bf16'):
+  """Returns the compiled kernel for constants (name, value)."""
+  constants, names = dict(constants), kernel.arg_names
+  types = _TYPES | {'x_ptr': x, 'w_ptr': x}
+  signature = {n: 'constexpr' if n in constants else types[n] for n in names}
+  aligned = [['tt.divisibility', 16]]
+  source = compiler.ASTSource(
+      fn=kernel,
+      signature=signature,
+      constexprs={(names.index(n),): v for n, v in constants.items()},
+      attrs={
+          (i,): aligned
+          for i, n in enumerate(names)
+          if signature[n].startswith('*')
+      },
+  )
+  options = {
+      'num_warps': num_warps,
+      'num_stages': num_stages,
+      'enable_fp_fusion': False,
+  }
+  target = backends.GPUTarget('cuda', capability, 32)
+  # jax-triton sets this variable to nothing, which the compiler refuses.
+  with (
+      tempfile.TemporaryDirectory() as cache,
+      mock.patch.dict(os.environ, TRITON_CACHE_DIR=cache),
+  ):
+    return compiler.compile(source, target=target, options=options)
+
+
+def _usage(compiled):
+  """Returns registers a thread, and bytes of stack that they spill to."""
+  with tempfile.TemporaryDirectory() as folder:
+    path = os.path.join(folder, 'kernel.cubin')
+    pathlib.Path(path).write_bytes(compiled.asm['cubin'])
+    command = [_TOOLS / 'cuobjdump', '-res-usage', path]
+    text = subprocess.run(
+        command, check=True, capture_output=True, text=True
+    ).stdout
+  return tuple(map(int, re.search(r'REG:(\d+) STACK:(\d+)', text).groups()))
+
+
+class CompilationTest(chex.TestCase):
+
+  @parameterized.parameters(
+      (triton_quantize.nvfp4_rows, _ROWS, 4, 64),
+      (triton_quantize.nvfp4_rows, _FOUR, 8, 64),
+      (triton_quantize.mx_tiles, _MX, 4, 64),
+      (triton_matmul.nvfp4_matmul, _FEW, 4, 64),
+      (triton_matmul.bfloat16_matmul, _MANY, 8, 255),
+  )
+  def test_hopper_kernels_spill_nothing(self, kernel, static, warps, most):
+    static = tuple(static.items())
+    registers, stack = _usage(_compile(kernel, 90, warps, 3, static))
+    self.assertLessEqual(registers, most)
+    self.assertEqual(stack, 0)
+
+  @parameterized.product(static=(_ROWS, _FOUR), capability=(90, 100, 120))
+  def test_quantizer_arithmetic_is_exact(self, static, capability):
+    static = tuple(static.items())
+    kernel = triton_quantize.nvfp4_rows
+    ptx = _compile(kernel, capability, 4, 3, static).asm['ptx']
+    # Correctly rounded, subnormals kept, nothing contracted.
+    self.assertIn('div.rn.f32', ptx)
+    self.assertNotRegex(ptx, r'div\.(approx|full)|rcp\.approx|\.ftz')
+    self.assertIn('ld.global.v4', ptx)
+    self.assertIn('cvt.rn.satfinite.e4m3x2.f32', ptx)
+
+  def test_quantizer_reads_x_once_in_16_byte_loads(self):
+    static = tuple(_ROWS.items())
+    ptx = _compile(triton_quantize.nvfp4_rows, 90, 4, 3, static).asm['ptx']
+    loads = re.findall(r'ld\.global\S*', ptx)
+    # 4096 bfloat16 of 128 threads.
+    self.assertEqual(loads, ['ld.global.v4.b32'] * 4)
+
+  @parameterized.parameters(
+      (triton_matmul.nvfp4_matmul, _FEW, 4),
+      (triton_matmul.nvfp4_matmul, _FEW | dict(ROWS=128), 4),
+      (triton_matmul.bfloat16_matmul, _MANY, 8),
+  )
+  def test_hopper_matmul_takes_the_same_steps(self, kernel, static, warps):
+    compiled = _compile(kernel, 90, warps, 3, tuple(static.items()))
+    instructions = set(re.findall(r'wgmma\.mma_async\S*', compiled.asm['ptx']))
+    rows = static['ROWS']
+    self.assertEqual(
+        instructions,
+        {f'wgmma.mma_async.sync.aligned.m64n{rows}k16.f32.bf16.bf16'},
+    )
+    # Weights go from registers to the tensor cores, without a change of layout
+    # in between: the only one is that of the result.
+    changes = compiled.asm['ttgir'].count('ttg.convert_layout')
+    self.assertLessEqual(changes, 1)
+
+  @parameterized.parameters(
+      (100, _NVFP4, r'tcgen05\.mma\S*kind::mxf4nvf4\.block_scale\S*4X'),
+      (100, _MXFP8, r'tcgen05\.mma\S*kind::mxf8f6f4\.block_scale'),
+      (120, _NVFP4, r'mma\.sync\S*kind::mxf4nvf4\.block_scale\S*ue4m3'),
+      (120, _MXFP8, r'mma\.sync\S*kind::mxf8f6f4\.block_scale\S*ue8m0'),
+  )
+  def test_blackwell_uses_block_scaled_instructions(self, sm, static, wanted):
+    kernel = triton_blackwell.block_scaled_matmul
+    ptx = _compile(kernel, sm, 4, 3, tuple(static.items()), '*u8').asm['ptx']
+    self.assertRegex(ptx, wanted)
+    self.assertIn(f'.target sm_{sm}a', ptx)
+
+  @parameterized.parameters(
+      quantization.QuantSpec('nvfp4', 'token'),
+      quantization.QuantSpec('nvfp4', block_2d=True, four_over_six='mse'),
+      quantization.QuantSpec('mxfp8'),
+  )
+  def test_quantizer_lowers_once_under_jit_vmap_and_a_vjp(self, spec):
+    quantize = functools.partial(triton_quantize.quantize, spec=spec)
+    x = jax.ShapeDtypeStruct((3, 64, 4096), jnp.bfloat16)
+
+    @jax.custom_vjp
+    def layer(x):
+      return _forward(x)[0]
+
+    def _forward(x):
+      q = quantize(x.astype(jnp.bfloat16))
+      return jnp.sum(q.data.astype(jnp.float32)), q
+
+    layer.defvjp(_forward, lambda q, dy: (dy * q.data[..., :1] + 0 * dy,))
+    for fn in (quantize, jax.vmap(quantize), jax.vmap(layer)):
+      self.assertEqual(_calls(fn, x), 1)
+
+  def test_matmul_lowers(self):
+    spec = quantization.QuantSpec('nvfp4')
+    w = jax.ShapeDtypeStruct((512, 1024), jnp.bfloat16)
+    wq = jax.eval_shape(lambda w: quantization.quantize(w, spec), w)
+    for m in (1, 16, 512):
+      x = jax.ShapeDtypeStruct((m, 1024), jnp.bfloat16)
+      self.assertEqual(_calls(triton_matmul.scaled_matmul, x, wq), 1)
+      xq = jax.eval_shape(lambda x: quantization.quantize(x, spec), x)
+      self.assertEqual(_calls(triton_matmul.scaled_matmul, xq, wq), 1)
+
+  def test_blackwell_matmul_lowers(self):
+    for spec in (quantization.QuantSpec(f) for f in ('nvfp4', 'mxfp8')):
+      w = jax.ShapeDtypeStruct((512, 1024), jnp.bfloat16)
+      q = jax.eval_shape(lambda w, s=spec: quantization.quantize(w, s), w)
+      self.assertEqual(_calls(triton_blackwell.scaled_matmul, q, q, sm=100), 1)
+
+
+def _calls(fn, *args, sm=90):
+  """Returns how many Triton kernels `fn` calls, lowered for a CUDA device."""
+  from jax_triton import triton_lib
+
+  library = triton_lib.triton_kernel_call_lib
+  with mock.patch.object(library, 'get_compute_capability', lambda _: sm):
+    lowered = jax.jit(fn).trace(*args).lower(lowering_platforms=('cuda',))
+  return lowered.as_text().count('triton_kernel_call')
+
+
+if __name__ == '__main__':
+  absltest.main()

@@ -1,0 +1,125 @@
+"""Which implementation of a kernel runs, and what says so."""
+
+import types
+from unittest import mock
+
+from absl.testing import absltest
+from absl.testing import parameterized
+import chex
+import jax
+import jax.numpy as jnp
+
+from nvfp4_jax import kernels
+from nvfp4_jax import quantization
+
+_TOKEN = quantization.QuantSpec('nvfp4', 'token')
+_STOCHASTIC = quantization.QuantSpec('nvfp4', rounding='stochastic')
+
+
+def _x():
+  return jax.random.normal(jax.random.key(0), (4, 64), jnp.bfloat16)
+
+
+def _on_gpu(problem=None, devices=1):
+  """Returns a context with Triton kernels that can run, and their stand-in."""
+  module = types.SimpleNamespace(
+      unsupported=mock.Mock(return_value=problem),
+      quantize=mock.Mock(return_value='bytes'),
+  )
+  context = mock.patch.multiple(
+      kernels,
+      _cannot_run_triton=lambda: None,
+      _triton_quantize=lambda: module,
+  )
+  count = mock.patch.object(jax, 'device_count', lambda: devices)
+  return context, count, module
+
+
+class DispatchTest(chex.TestCase):
+
+  def setUp(self):
+    super().setUp()
+    kernels._log_once.cache_clear()
+
+  @parameterized.parameters(None, 'reference')
+  def test_reference_is_the_definition(self, implementation):
+    q = kernels.quantize(_x(), _TOKEN, implementation=implementation)
+    chex.assert_trees_all_equal(q, quantization.quantize(_x(), _TOKEN))
+
+  def test_triton_without_a_gpu_raises_and_says_why(self):
+    if jax.default_backend() != 'cpu':
+      self.skipTest('This machine has a GPU.')
+    wq = quantization.quantize(_x(), quantization.QuantSpec('nvfp4'))
+    with self.assertRaisesRegex(NotImplementedError, 'backend is cpu'):
+      kernels.quantize(_x(), _TOKEN, implementation='triton')
+    with self.assertRaisesRegex(NotImplementedError, 'backend is cpu'):
+      kernels.scaled_matmul(_x(), wq, implementation='triton')
+
+  def test_unknown_implementation_raises_with_the_known_ones(self):
+    wq = quantization.quantize(_x(), quantization.QuantSpec('nvfp4'))
+    for call in (
+        lambda name: kernels.quantize(_x(), _TOKEN, implementation=name),
+        lambda name: kernels.scaled_matmul(_x(), wq, implementation=name),
+    ):
+      with self.assertRaisesRegex(ValueError, "'cuda'.*'reference', 'triton'"):
+        call('cuda')
+
+  def test_tile_is_of_triton_only(self):
+    wq = quantization.quantize(_x(), quantization.QuantSpec('nvfp4'))
+    with self.assertRaisesRegex(ValueError, 'tile'):
+      kernels.quantize(_x(), _TOKEN, tile=(1, 64, 4))
+    with self.assertRaisesRegex(ValueError, 'tile'):
+      kernels.scaled_matmul(_x(), wq, tile=(16, 64, 4, 4))
+
+  def test_triton_is_chosen_where_it_can_run(self):
+    context, count, module = _on_gpu()
+    with context, count:
+      self.assertEqual(kernels.quantize(_x(), _TOKEN), 'bytes')
+    module.quantize.assert_called_once()
+
+  def test_what_triton_cannot_do_falls_back_only_if_nothing_was_named(self):
+    context, count, module = _on_gpu('it is too hard')
+    with context, count:
+      q = kernels.quantize(_x(), _TOKEN)
+      with self.assertRaisesRegex(NotImplementedError, 'it is too hard'):
+        kernels.quantize(_x(), _TOKEN, implementation='triton')
+    chex.assert_trees_all_equal(q, quantization.quantize(_x(), _TOKEN))
+    module.quantize.assert_not_called()
+
+  def test_several_devices_use_triton_in_a_shard_map_only(self):
+    context, count, module = _on_gpu(devices=8)
+    with context, count:
+      kernels.quantize(_x(), _TOKEN)
+      module.quantize.assert_not_called()
+      named = kernels.quantize(_x(), _TOKEN, implementation='triton')
+      self.assertEqual(named, 'bytes')
+      mesh = jax.make_mesh((1,), ('data',))
+      seen = []
+
+      def body(x):
+        seen.append(kernels.quantize(x, _TOKEN))
+        return x
+
+      spec = jax.sharding.PartitionSpec()
+      jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec)(_x())
+    self.assertEqual(seen, ['bytes'])
+
+  def test_operands_are_checked_before_triton_sees_them(self):
+    context, count, module = _on_gpu()
+    with context, count:
+      with self.assertRaisesRegex(ValueError, 'not a multiple of 16'):
+        kernels.quantize(_x()[:, :17], _TOKEN)
+      with self.assertRaisesRegex(ValueError, 'needs a key'):
+        kernels.quantize(_x(), _STOCHASTIC)
+    module.quantize.assert_not_called()
+
+  def test_choice_is_logged_once(self):
+    with self.assertLogs(kernels.__name__, 'INFO') as logs:
+      for _ in range(3):
+        kernels.quantize(_x(), _TOKEN)
+    self.assertLen(logs.output, 1)
+    self.assertIn("quantize: implementation 'reference'", logs.output[0])
+
+
+if __name__ == '__main__':
+  absltest.main()

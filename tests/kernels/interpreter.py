@@ -1,0 +1,211 @@
+"""Runs Triton kernels on a CPU, on numpy arrays, in Triton's interpreter.
+
+The interpreter (3.6) is wrong for some narrow types: products and `tl.dot` take
+the raw bits of bfloat16, and float32 is rounded to E4M3 without carry or
+saturation. It has no `tl.dot_scaled`. `call` repairs that with ml_dtypes.
+TRITON_INTERPRET=1 must be set before Triton is imported.
+"""
+
+from collections.abc import Sequence
+from concurrent import futures
+import contextlib
+import functools
+import sys
+import types
+from unittest import mock
+
+import jax
+import ml_dtypes
+import numpy as np
+import triton.language as tl
+from triton.runtime import interpreter
+
+_E4M3 = ml_dtypes.float8_e4m3fn
+_TRITON_TYPES = {
+    'bfloat16': 'bf16',
+    'float16': 'fp16',
+    'float32': 'fp32',
+    'float8_e4m3fn': 'fp8e4nv',
+    'uint8': 'u8',
+    'int32': 'i32',
+    'uint32': 'u32',
+}
+
+
+# XLA's threads, which run callbacks, flush subnormal numbers; a thread started
+# here does not.
+_thread = futures.ThreadPoolExecutor(1)
+_thread.submit(int).result()
+
+
+class Array:
+  """A numpy array with what the interpreter asks of a torch tensor."""
+
+  device = 'cpu'
+
+  def __init__(self, array: np.ndarray):
+    self.array = np.ascontiguousarray(array)
+    self.dtype = _TRITON_TYPES[self.array.dtype.name]
+
+  def data_ptr(self) -> int:
+    return self.array.ctypes.data
+
+  def cpu(self) -> 'Array':
+    return self
+
+  def untyped_storage(self) -> 'Array':
+    return self
+
+  def copy_(self, other: 'Array') -> None:
+    if other.array is not self.array:
+      self.array[...] = other.array
+
+  def new_empty(self, *_: object, **__: object) -> 'Array':
+    return Array(self.array)
+
+  def set_(self, *_: object) -> 'Array':
+    return self
+
+  def storage_offset(self) -> int:
+    return 0
+
+  def size(self) -> Sequence[int]:
+    return self.array.shape
+
+  def stride(self) -> Sequence[int]:
+    return tuple(s // self.array.itemsize for s in self.array.strides)
+
+  def element_size(self) -> int:
+    return self.array.itemsize
+
+
+def call(kernel, grid, inputs, outputs, **constants) -> list[np.ndarray]:
+  """Returns what the kernel writes.
+
+  Args:
+    kernel: a `triton.jit` function.
+    grid: numbers of programs.
+    inputs: numpy arrays and integers.
+    outputs: (shape, dtype) of each.
+    **constants: its constexpr arguments.
+  """
+  return _thread.submit(
+      _call, kernel, grid, inputs, outputs, constants
+  ).result()
+
+
+def _call(kernel, grid, inputs, outputs, constants):
+  _repair()
+  results = [Array(np.zeros(shape, dtype)) for shape, dtype in outputs]
+  arguments = [x if isinstance(x, int) else Array(x) for x in inputs]
+  with np.errstate(all='ignore'):
+    kernel[grid](*arguments, *results, **constants)
+  return [result.array for result in results]
+
+
+def triton_call(
+    *inputs,
+    kernel,
+    out_shape,
+    grid,
+    num_warps,
+    enable_fp_fusion,
+    num_stages=None,
+    **constants,
+):
+  """Stands in for `jax_triton.triton_call`, also under jit."""
+  del num_warps, num_stages
+  assert not enable_fp_fusion
+  is_array = [not isinstance(x, int) for x in inputs]
+  outputs = out_shape if isinstance(out_shape, list) else [out_shape]
+
+  def run(*arrays):
+    arrays = iter(arrays)
+    given = [
+        np.asarray(next(arrays)) if flag else x
+        for x, flag in zip(inputs, is_array, strict=True)
+    ]
+    shapes = [(s.shape, s.dtype) for s in outputs]
+    return call(kernel, grid, given, shapes, **constants)
+
+  arrays = [x for x, flag in zip(inputs, is_array, strict=True) if flag]
+  results = jax.pure_callback(run, outputs, *arrays)
+  return results if isinstance(out_shape, list) else results[0]
+
+
+def installed() -> contextlib.AbstractContextManager:
+  """Returns a context in which `import jax_triton` finds `triton_call`."""
+  stand_in = types.ModuleType('jax_triton')
+  stand_in.triton_call = triton_call
+  return mock.patch.dict(sys.modules, {'jax_triton': stand_in})
+
+
+@functools.cache
+def _repair():
+  builder = interpreter.InterpreterBuilder
+  dot, multiply = builder.create_dot, builder.create_fmul
+  convert = interpreter._convert_float
+
+  def create_dot(self, a, b, d, precision, max_imprecise):
+    if tl.bfloat16 not in (a.dtype.scalar, b.dtype.scalar):
+      return dot(self, a, b, d, precision, max_imprecise)
+    product = np.matmul(_values(a), _values(b), dtype=d.data.dtype)
+    return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
+
+  def create_fmul(self, a, b):
+    if a.dtype.scalar != tl.bfloat16:
+      return multiply(self, a, b)
+    product = (_values(a) * _values(b)).astype(ml_dtypes.bfloat16)
+    return interpreter.TensorHandle(product.view(np.uint16), a.dtype.scalar)
+
+  def convert_float(x, source, target, rounding):
+    if (source, target) == (tl.bfloat16, tl.float32):
+      return (np.asarray(x).view(np.uint16).astype(np.uint32) << 16).view(
+          np.float32
+      )
+    if (source, target) == (tl.float8e4nv, tl.float32):
+      return np.asarray(x).view(np.uint8).view(_E4M3).astype(np.float32)
+    if source == tl.float32 and 'RTZ' not in str(rounding):
+      x = np.asarray(x)
+      x = x if x.dtype == np.float32 else x.view(np.float32)
+      if target == tl.bfloat16:
+        return x.astype(ml_dtypes.bfloat16).view(np.uint16)
+      if target == tl.float8e4nv:
+        x = np.clip(x, -448, 448).astype(_E4M3)
+        return x.view(np.uint8)
+    return convert(x, source, target, rounding)
+
+  def create_dot_scaled(
+      self, a, a_scale, a_type, b, b_scale, b_type, fast, a_k, b_k, acc
+  ):
+    del self, a_type, b_type, fast
+    assert a_k and b_k  # codes are packed along K
+    x, w = _scaled(a.data, a_scale), _scaled(b.data.T, b_scale)
+    y = (x @ w.T).astype(np.float32) + acc.data
+    return interpreter.TensorHandle(y, tl.float32)
+
+  builder.create_dot, builder.create_fmul = create_dot, create_fmul
+  builder.create_dot_scaled = create_dot_scaled
+  interpreter._convert_float = convert_float
+
+
+def _scaled(data, scale):
+  """Returns float64 codes times scales, which are E8M0 where they are bytes."""
+  is_e4m3 = scale.dtype.scalar == tl.float8e4nv
+  scale_type = _E4M3 if is_e4m3 else ml_dtypes.float8_e8m0fnu
+  scale = scale.data.view(np.uint8).view(scale_type).astype(np.float64)
+  data = np.ascontiguousarray(data).view(np.uint8)
+  if is_e4m3:
+    codes = np.stack([data & 15, data >> 4], axis=-1)
+    values = codes.reshape(data.shape[0], -1).view(ml_dtypes.float4_e2m1fn)
+  else:
+    values = data.view(_E4M3)
+  block = values.shape[1] // scale.shape[1]
+  return values.astype(np.float64) * np.repeat(scale, block, axis=1)
+
+
+def _values(handle):
+  if handle.dtype.scalar != tl.bfloat16:
+    return handle.data
+  bits = handle.data.view(np.uint16).astype(np.uint32) << 16
+  return bits.view(np.float32)
