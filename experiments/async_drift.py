@@ -8,9 +8,9 @@ with the weights of version v the real sampler completes the problems of all
 groups that the schedule starts there and trains later; update k is a real GRPO
 step on the groups of the schedule's batch k, however old they are.
 
-The simulator then says what it thinks of the same lags. Four of its constants
-are fitted: q, the mismatch without staleness, and the speed and the end of
-learning to the first run, which must be synchronous; s, the mismatch by a
+The simulator then says what it thinks of the same lags. Five of its constants
+are fitted: q, the mismatch without staleness, and start, speed and end of the
+reward to the first run, which must be synchronous; s, the mismatch by a
 staleness of 1, to the second. The further runs are predictions. All else, what
 an update can correct above all, is as in `SimulatorConfig`.
 
@@ -21,7 +21,6 @@ was killed is made again from its start.
 
 from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
-import functools
 import itertools
 import json
 import math
@@ -37,6 +36,7 @@ from experiments import grpo
 from experiments import run
 from experiments import sft
 from experiments import simulator_plots
+from experiments import sweep_summary
 from nvfp4_jax import config
 from nvfp4_jax import files
 from nvfp4_jax import policy
@@ -51,7 +51,12 @@ from nvfp4_jax.rl import simulator
 from nvfp4_jax.rl.simulator import drift_model
 from nvfp4_jax.rl.simulator import schedules
 
-_WINDOW = 20  # updates, of the reward at the end
+_WINDOW = sweep_summary.WINDOW  # updates, of the reward at the end
+# Constants that are fitted to the first and to the second run.
+_FITTED = (
+    ('quantization', 'learning', 'reward_start', 'reward_max'),
+    ('staleness',),
+)
 # What is kept of `loop.train_on`.
 _METRICS = ('staleness', 'mismatch_abs_logprob', 'ref_kl_median', 'grad_norm')
 
@@ -128,7 +133,7 @@ def main(cfg: Config, log: run.Log) -> None:
         log({'step': i * steps + k, 'bound': bound, 'update': k, **row})
         progress(k + 1, f'reward {row["reward"]:.2f}')
   rows = run.read_rows(log.path)
-  comparison, _ = compare(cfg, rows)
+  comparison = compare(cfg, rows)
   text = json.dumps(comparison, indent=2) + '\n'
   files.write_atomically(cfg.workdir / 'comparison.json', text)
   print(text)
@@ -140,7 +145,8 @@ def draw(workdir: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
   """Draws the rows of a finished run; returns the picture's path."""
   saved = json.loads((workdir / 'config.json').read_text())
   rows = run.read_rows(workdir / 'metrics.jsonl')
-  _, predictions = compare(config.from_json(Config, saved), rows)
+  model, runs = fit(config.from_json(Config, saved), rows)
+  predictions = {k: predict(model, one['lag']) for k, one in runs.items()}
   return simulator_plots.replays(rows, predictions, folder)
 
 
@@ -215,10 +221,31 @@ def started_at(plan: schedules.Schedule, version: int) -> list[int]:
   return np.flatnonzero(trained & (plan.version == version)).tolist()
 
 
-def compare(
-    cfg: Config, rows: Sequence[Mapping[str, Any]]
-) -> tuple[dict[str, Any], dict[int, drift_model.Curves]]:
-  """Returns fitted constants and each run's errors, and what was predicted.
+def predict(model: drift_model.Drift, lag: np.ndarray) -> drift_model.Curves:
+  """Returns what the model says of the rows of a run, numpy arrays `[steps]`.
+
+  The reward of row k is that of the weights which sampled its groups: of
+  version k - lag, between versions linearly.
+
+  Args:
+    model: the drift's constants.
+    lag: `[steps]`, of each update.
+  """
+  curves = drift_model.follow(model, lag)
+  reward = _of_sampled_weights(model, curves.reward, lag)
+  return jax.tree.map(np.asarray, curves._replace(reward=reward))
+
+
+def _of_sampled_weights(model, reward, lag):
+  """Returns the reward of version k - lag; version 0 has the first one."""
+  start = jnp.asarray(model.reward_start, jnp.float32)
+  versions = jnp.concatenate([start[None], reward])
+  steps = jnp.arange(len(lag))
+  return jnp.interp(steps - lag, jnp.arange(len(versions)), versions)
+
+
+def compare(cfg: Config, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+  """Returns fitted constants, and how far each run is from its prediction.
 
   Args:
     cfg: the runs.
@@ -229,21 +256,12 @@ def compare(
     and mismatch, the largest drift, the root mean square error of the reward
     curve and the mean reward of the last 20 updates, measured and predicted. A
     measured drift is what the model's recursion makes of the measured mismatch.
-    `hindsight` has the constants of least error, and that error by run.
-    Second, predicted curves by bound.
+    `hindsight` has the constants of least reward error, and that error by run.
   """
-  runs = {
-      bound: {
-          name: np.array([row[name] for row in rows if row['bound'] == bound])
-          for name in ('lag', 'mismatch_abs_logprob', 'reward')
-      }
-      for bound in cfg.staleness
-  }
-  model = _fit(cfg, *list(runs.values())[:2])
-  predictions, table = {}, []
+  model, runs = fit(cfg, rows)
+  table = []
   for i, (bound, measured) in enumerate(runs.items()):
-    curves = drift_model.follow(model, measured['lag'])
-    curves = jax.tree.map(np.asarray, curves)
+    curves = predict(model, measured['lag'])
     mismatch, reward = measured['mismatch_abs_logprob'], measured['reward']
     drift = np.asarray(drift_model.accumulate(model, mismatch).drift)
     end = slice(-_WINDOW, None)
@@ -257,25 +275,25 @@ def compare(
         'end_reward': reward[end].mean(),
         'end_reward_predicted': curves.reward[end].mean(),
     }
-    fitted = (('q', 'learning'), ('s',))[i] if i < 2 else ()
-    table.append({'bound': bound, 'fitted': fitted})
-    table[-1] |= {name: float(value) for name, value in values.items()}
-    predictions[bound] = curves
-  names = ('quantization', 'staleness', 'learning', 'reward_start')
-  names += ('reward_max',)
-  fitted = {name: float(getattr(model, name)) for name in names}
+    fitted = _FITTED[i] if i < 2 else ()
+    numbers = {name: float(value) for name, value in values.items()}
+    table.append({'bound': bound, 'fitted': fitted, **numbers})
   return {
-      'fitted': fitted,
+      'fitted': {
+          name: float(getattr(model, name))
+          for names in _FITTED
+          for name in names
+      },
       'runs': table,
       'hindsight': _hindsight(model, runs),
-  }, predictions
+  }
 
 
 def _hindsight(model, runs):
   """Returns the constants of least reward error, were all runs known.
 
-  Of a grid of staleness s, its power, capacity c and damage b; what is left is
-  what the equations cannot say.
+  Of a grid of staleness s, its power, capacity c and damage b; `at_an_edge`
+  names those for which a larger grid could do better.
   """
   grid = {
       'staleness': model.staleness * np.geomspace(0.25, 4, 9),
@@ -284,46 +302,69 @@ def _hindsight(model, runs):
       'damage': np.geomspace(0.0005, 0.05, 9),
   }
   points = np.array(list(itertools.product(*grid.values())))
-  lags = np.stack([run['lag'] for run in runs.values()])
-  rewards = np.stack([run['reward'] for run in runs.values()])
+  lags = np.stack([one['lag'] for one in runs.values()])
+  rewards = np.stack([one['reward'] for one in runs.values()])
 
   @jax.jit
   def errors(points):
     def one(point):
       changed = model._replace(**dict(zip(grid, point, strict=True)))
-      follow = functools.partial(drift_model.follow, changed)
-      curves = jax.vmap(follow)(lags)
-      return jnp.sqrt(jnp.mean((curves.reward - rewards) ** 2, axis=1))
+
+      def error(lag, reward):
+        curves = drift_model.follow(changed, lag)
+        predicted = _of_sampled_weights(changed, curves.reward, lag)
+        return jnp.sqrt(jnp.mean((predicted - reward) ** 2))
+
+      return jax.vmap(error)(lags, rewards)
 
     return jax.vmap(one)(points)
 
   error = np.asarray(errors(points))
   best = np.argmin((error**2).sum(axis=1))
-  return {
-      **dict(zip(grid, map(float, points[best]), strict=True)),
-      'reward_error': error[best].tolist(),
-  }
+  chosen = dict(zip(grid, map(float, points[best]), strict=True))
+  edges = [k for k, v in chosen.items() if v in (grid[k][0], grid[k][-1])]
+  return chosen | {'at_an_edge': edges, 'reward_error': error[best].tolist()}
 
 
 def _system(cfg, bound):
   """Returns what the simulator is told of a run."""
   correction = cfg.grpo.correction
-  changes = {'correction': 'none'}
+  changes: dict[str, Any] = {'correction': 'none'}
   if correction.weights != 'none':
     cap = math.inf if correction.cap is None else correction.cap
     changes = {'correction': 'tis', 'tis_cap': cap}
+  precisions = [r.precision for r in recipes.get(cfg.recipe).learner.rules]
+  quantized = [p for p in precisions if p is not None]
+  if quantized:
+    changes['backward'] = quantized[0].backward
+  else:
+    changes['train'] = 'bf16'
   return dataclasses.replace(cfg.system, max_staleness=bound, **changes)
 
 
-def _fit(cfg, first, second):
-  """Returns the drift model with its fitted constants."""
+def fit(
+    cfg: Config, rows: Sequence[Mapping[str, Any]]
+) -> tuple[drift_model.Drift, dict[int, dict[str, np.ndarray]]]:
+  """Returns the drift model with its fitted constants, and each run's columns.
+
+  Args:
+    cfg: the runs.
+    rows: of all updates.
+  """
+  runs = {
+      bound: {
+          name: np.array([row[name] for row in rows if row['bound'] == bound])
+          for name in ('lag', 'mismatch_abs_logprob', 'reward')
+      }
+      for bound in cfg.staleness
+  }
+  first, second = list(runs.values())[:2]
   reward = first['reward']
   model = simulator.knobs(_system(cfg, 0)).drift
   quantization = first['mismatch_abs_logprob'].mean()
   # In quadrature, as in the model; least squares through zero.
-  stale = np.sqrt(
-      np.maximum(second['mismatch_abs_logprob'] ** 2 - quantization**2, 0)
-  )
+  mismatch = second['mismatch_abs_logprob']
+  stale = np.sqrt(np.maximum(mismatch**2 - quantization**2, 0))
   powers = second['lag'] ** model.power
   model = model._replace(
       learning_rate=1.0,  # of these runs: s and the speed are for it
@@ -334,10 +375,11 @@ def _fit(cfg, first, second):
   )
 
   def error(speed):
-    curves = drift_model.follow(model._replace(learning=speed), first['lag'])
+    curves = predict(model._replace(learning=speed), first['lag'])
     return np.mean((curves.reward - reward) ** 2)
 
-  return model._replace(learning=min(np.geomspace(1e-3, 1.0, 121), key=error))
+  speeds = np.geomspace(1e-3, 1.0, 121)
+  return model._replace(learning=min(speeds, key=error)), runs
 
 
 def _load_start(cfg):

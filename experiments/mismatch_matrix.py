@@ -10,11 +10,12 @@ completes the task's problems, the learner runs the completions teacher-forced
 with the same weights, and the gap is learner - sampler log-prob of each token.
 Cells are grouped by cause: one thing differs at a time, then all.
 
-A cell whose two sides are equal measures execution alone (0 on a CPU); one
-with a bf16 learner measures what the sampler's quantization does. Intervals
-are of means over problems, 95 %, by Student's t; `over base` is the difference
-to the first cell of the same cause, paired by problem. Rows go to
-metrics.jsonl, a table to matrix.md, a picture to figures/.
+A cell whose two sides are equal measures execution alone (0 where learner and
+sampler have the same bits, which not every machine grants); one with a bf16
+learner measures what the sampler's quantization does. Intervals are of means
+over problems, 95 %, by Student's t; `over base` is the difference to the first
+cell of the same cause, paired by problem. Rows go to metrics.jsonl, a table to
+matrix.md, a picture to figures/.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -16,6 +16,7 @@ import matplotlib
 
 matplotlib.use('agg')  # before pyplot: no display is needed
 
+from matplotlib import figure as figure_lib
 import matplotlib.pyplot as plt
 import numpy as np
 import tyro
@@ -69,7 +70,7 @@ def grpo(
   _label(axes[1], 'held-out accuracy', 'greedy (solid), sampled (dotted)')
   _label(axes[2], 'mismatch', 'mean |log-prob gap|, nats')
   axes[0].legend(frameon=False)
-  return _save(figure, folder / 'grpo.png')
+  return save(figure, folder / 'grpo.png')
 
 
 def quantization_error(
@@ -122,7 +123,7 @@ def quantization_error(
       xscale='log',
   )
   axes[3].legend(frameon=False)
-  return _save(figure, folder / 'quantization_error.png')
+  return save(figure, folder / 'quantization_error.png')
 
 
 def backward_modes(workdir: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
@@ -150,7 +151,7 @@ def backward_modes(workdir: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
     left += mib
   axes[2].set(title='kept for the backward pass, MiB', yticks=[])
   axes[2].legend(frameon=False)
-  return _save(figure, folder / 'backward_modes.png')
+  return save(figure, folder / 'backward_modes.png')
 
 
 def mismatch_matrix(
@@ -210,7 +211,7 @@ def mismatch_matrix(
       ' they are equal; diamonds: published, dense and MoE',
       fontsize=9,
   )
-  return _save(figure, folder / 'mismatch_matrix.png')
+  return save(figure, folder / 'mismatch_matrix.png')
 
 
 def layer_precision(
@@ -251,7 +252,7 @@ def layer_precision(
   axes[1].barh(names[::-1], saved[::-1])
   axes[1].set(title='kept in bfloat16', xlabel='share of the gap that is saved')
   axes[1].grid(alpha=0.3, axis='x')
-  return _save(figure, folder / 'layer_precision.png')
+  return save(figure, folder / 'layer_precision.png')
 
 
 def recipe_sweep(workdir: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
@@ -302,7 +303,7 @@ def recipe_sweep(workdir: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
     )
     bottom.grid(alpha=0.3)
   axes[0, 0].legend(frameon=False, fontsize=7)
-  return _save(figure, folder / 'recipe_sweep.png')
+  return save(figure, folder / 'recipe_sweep.png')
 
 
 def _is(row, name, distribution):
@@ -340,7 +341,8 @@ def _label(axis, title, ylabel):
   axis.grid(alpha=0.3)
 
 
-def _save(figure, path):
+def save(figure: figure_lib.Figure, path: pathlib.Path) -> pathlib.Path:
+  """Writes a figure and closes it; returns the path."""
   path.parent.mkdir(parents=True, exist_ok=True)
   figure.savefig(path, dpi=150)
   plt.close(figure)

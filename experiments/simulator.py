@@ -1,7 +1,7 @@
 """What asynchrony and low precision buy, and when they end in a collapse.
 
     python -m experiments.simulator smoke
-    python -m experiments.simulator run        # seconds: eight systems, by step
+    python -m experiments.simulator run        # nine systems, by update
     python -m experiments.simulator sweep      # one knob after the other
     python -m experiments.simulator frontier   # 2000 random systems
     python -m experiments.simulator range      # which constants force the story

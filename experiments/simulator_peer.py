@@ -3,7 +3,7 @@
 One configuration, one event after the other, with a heap, a queue and Python
 numbers. Only the random lengths are drawn by numpy, a block of groups at a
 time. It reads the same `Knobs`; the rules are those of
-`nvfp4_jax.rl.event_engine`, the equations those of `drift_model`.
+`nvfp4_jax.rl.simulator.event_engine`, the equations those of `drift_model`.
 """
 
 import bisect

@@ -4,12 +4,11 @@ from collections.abc import Mapping, Sequence
 import pathlib
 from typing import Any
 
-import matplotlib
-
-matplotlib.use('agg')  # before pyplot: no display is needed
-
+from matplotlib import colors
 import matplotlib.pyplot as plt
 import numpy as np
+
+from experiments import plots  # before a figure: needs no display
 
 _Rows = Sequence[Mapping[str, Any]]
 _COLORS = {
@@ -58,7 +57,7 @@ def runs(rows: _Rows, folder: pathlib.Path) -> pathlib.Path:
   axes[2].text(0, 2.05, 'D*: above it reward suffers', fontsize=7)
   handles, labels = axes[0].get_legend_handles_labels()
   figure.legend(handles, labels, loc='outside right center')
-  return _save(figure, folder / 'run.png')
+  return plots.save(figure, folder / 'run.png')
 
 
 def trade(sweep: _Rows, frontier: _Rows, folder: pathlib.Path) -> pathlib.Path:
@@ -96,7 +95,7 @@ def trade(sweep: _Rows, frontier: _Rows, folder: pathlib.Path) -> pathlib.Path:
   axes[0, 0].legend(frameon=False, fontsize=8)
   _utilization(axes[1, 1], sweep)
   _front(axes[1, 2], frontier)
-  return _save(figure, folder / 'trade.png')
+  return plots.save(figure, folder / 'trade.png')
 
 
 def _utilization(axis, sweep):
@@ -171,7 +170,7 @@ def story_range(rows: _Rows, folder: pathlib.Path) -> pathlib.Path:
       title='where nvfp4 collapses and all three stabilizers save it',
   )
   _map(right, [row for row in rows if row['kind'] == 'map'])
-  return _save(figure, folder / 'range.png')
+  return plots.save(figure, folder / 'range.png')
 
 
 def _map(axis, rows):
@@ -182,8 +181,8 @@ def _map(axis, rows):
   for row in rows:
     value = 2 if not row['stabilized_holds'] else int(row['naive_collapses'])
     grid[y.index(row['capacity']), x.index(row['staleness'])] = value
-  colors = matplotlib.colors.ListedColormap(['#9ecae1', 'C1', '#444444'])
-  axis.pcolormesh(x, y, grid, cmap=colors, vmin=0, vmax=2, shading='nearest')
+  palette = colors.ListedColormap(['#9ecae1', 'C1', '#444444'])
+  axis.pcolormesh(x, y, grid, cmap=palette, vmin=0, vmax=2, shading='nearest')
   axis.plot(1, 1, 'w*', markersize=12)
   axis.set_xscale('log', base=2)
   axis.set_yscale('log', base=2)
@@ -227,11 +226,4 @@ def replays(
     axis.grid(alpha=0.3)
   handles, labels = axes[1].get_legend_handles_labels()
   figure.legend(handles, labels, loc='outside right center')
-  return _save(figure, folder / 'async_drift.png')
-
-
-def _save(figure, path):
-  path.parent.mkdir(parents=True, exist_ok=True)
-  figure.savefig(path, dpi=150)
-  plt.close(figure)
-  return path
+  return plots.save(figure, folder / 'async_drift.png')

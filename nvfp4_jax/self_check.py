@@ -125,12 +125,13 @@ def faults() -> Iterator[tuple[str, str]]:
     if differ:
       yield rule, f'{differ} of {want.size} results differ'
   for spec, want in DIGESTS.items():
-    q = _quantize(jnp.asarray(x), spec)
-    arrays = (q.data, q.block_scale, q.global_scale)
-    names = ('element codes', 'block scales', 'global scales')
-    for name, array, digits in zip(names, arrays, want, strict=True):
-      if (None if array is None else digest(array)) != digits:
-        yield f'quantize with {spec}', f'wrong {name}'
+    for implementation in kernels.implementations(jnp.asarray(x), spec):
+      q = _quantize(jnp.asarray(x), spec, implementation)
+      arrays = (q.data, q.block_scale, q.global_scale)
+      names = ('element codes', 'block scales', 'global scales')
+      for name, array, digits in zip(names, arrays, want, strict=True):
+        if (None if array is None else digest(array)) != digits:
+          yield f'{implementation} quantize with {spec}', f'wrong {name}'
 
 
 def _primitives(x) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
@@ -168,9 +169,9 @@ def _primitives(x) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
     yield rule, np.asarray(got).view(np.uint32), want.view(np.uint32)
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _quantize(x, spec):
-  return kernels.quantize(x, spec)  # as programs here are going to
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _quantize(x, spec, implementation):
+  return kernels.quantize(x, spec, implementation=implementation)
 
 
 def main() -> int:

@@ -79,6 +79,15 @@ def quantize(
   return quantization.quantize(x, spec, key=key, amax=amax)
 
 
+def implementations(
+    x: jax.Array | jax.ShapeDtypeStruct, spec: quantization.QuantSpec
+) -> tuple[Implementation, ...]:
+  """Returns those of `quantize` that can run here, with these operands."""
+  if _cannot_run_triton() or _triton_quantize().unsupported(x, spec):
+    return ('reference',)
+  return ('reference', 'triton')
+
+
 def scaled_matmul(
     x: jax.Array | qtensor.QTensor,
     wq: qtensor.QTensor,
@@ -99,9 +108,9 @@ def scaled_matmul(
     wq: quantized `[N, K]`, or `[E, N, K]` with `group_sizes`.
     group_sizes: `[E]` int32 or None.
     implementation: 'reference', also for None, or 'triton', without groups: on
-      Hopper with nvfp4 weights, where a row's bits do not depend on how many
-      rows there are; on Blackwell with both operands nvfp4 or both mxfp8, which
-      was never run. Each adds in an order of its own.
+      Hopper with nvfp4 weights, made so that a row's bits do not depend on how
+      many rows there are; on Blackwell with both operands nvfp4 or both mxfp8.
+      Each adds in an order of its own. Compiled, not run on a GPU so far.
     tile: of 'triton': rows of x and features that a program computes, its
       number of warps and of stages. None for what suits the shape.
 
@@ -184,9 +193,10 @@ def _cannot_run_triton() -> str | None:
     )
   try:
     import jax_triton
+    import triton  # jax_triton does without until a kernel is called
   except ImportError as error:
-    return f'jax_triton cannot be imported ({error})'
-  del jax_triton
+    return f'jax_triton or triton cannot be imported ({error})'
+  del jax_triton, triton
   return None
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from nvfp4_jax import sampler
 from nvfp4_jax.rl import evaluation
+from nvfp4_jax.rl import loop
 from nvfp4_jax.rl import rollouts
 
 _CONFIG = rollouts.RolloutConfig(prompts_per_step=2, group_size=3)
@@ -156,6 +157,21 @@ class CollectTest(parameterized.TestCase):
     np.testing.assert_allclose(
         rollout.rewards, [-0.5, 0.5, -1, 0.5, 0.5, -1], rtol=1e-6
     )
+
+  def test_groups_of_two_versions_are_trained_together(self):
+    """Of 3 and 5, sampled apart; at update 6 tokens are 3 and 1 updates old."""
+    task = _Task([(0, 1, 0), (1, 1, 0)])
+    with mock.patch.object(rollouts, 'complete', _complete):
+      groups = rollouts.sample_groups(
+          None, _CONFIG, task, None, None, 0, jax.random.key(0)
+      )
+    rollout, _ = rollouts.stack_groups(_CONFIG, task, groups, [3, 5])
+    np.testing.assert_array_equal(rollout.version[:3], 3)
+    np.testing.assert_array_equal(rollout.version[3:], 5)
+    np.testing.assert_array_equal(rollout.rewards, [0, 1, 0, 1, 1, 0])
+    tokens = rollout.completion_mask.sum(axis=1)
+    want = (3 * tokens[:3].sum() + tokens[3:].sum()) / tokens.sum()
+    self.assertAlmostEqual(loop._staleness(6, rollout), float(want), places=6)
 
   def test_a_try_has_randomness_of_its_own(self):
     keys = [

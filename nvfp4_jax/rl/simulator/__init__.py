@@ -6,9 +6,9 @@ quantization; their accumulated effect is drift; past what an update can
 correct, the reward collapses. More asynchrony and fewer bits are faster and
 drift more; stabilizers give the margin back.
 
-`event_engine` has the events (integer ticks, exact), `drift_model` the
-equations, `constants` the numbers and their sources. Nothing the
-drift does changes an event: a real loop can replay the schedule
+`settings` has the knobs, `event_engine` the events (integer ticks, exact),
+`drift_model` the equations, `constants` the numbers and their sources. Nothing
+the drift does changes an event: a real loop can replay the schedule
 (`schedules`).
 """
 
