@@ -4,9 +4,13 @@ import pathlib
 import tempfile
 
 from absl.testing import absltest
+import pytest
 
 from experiments import run
 from experiments import simulator
+
+# Rows and figures.
+pytestmark = pytest.mark.quick_compile
 
 _RESULTS = pathlib.Path(__file__).parents[2] / 'results' / 'simulator'
 
