@@ -112,6 +112,7 @@ def sizes(
       window=max(e.buffer + e.samplers + e.batch for e in engines),
       history=max(e.max_staleness // e.sync_interval for e in engines) + 1,
       synchronous=any(e.max_staleness == 0 for e in engines),
+      in_flight=any(e.in_flight for e in engines),
   )
 
 
@@ -121,10 +122,6 @@ def _groups(engine, steps, group_size):
     return -(-engine.batch // engine.samplers) * steps
   group, step = settings.typical(engine, group_size)
   return step * steps / group
-
-
-def _power_of_four(x):
-  return 4 ** math.ceil(math.log(x, 4))
 
 
 def _round_up(x):
@@ -232,12 +229,12 @@ def _events(engines, run, steps, group_size):
   """Returns the Events of all engines, `[keys, configs, ..]`.
 
   Every shape takes seconds to compile, so chunks have few of them: slots for
-  all, groups by powers of four, and whole chunks where there is more than one.
+  all, groups by powers of two, and whole chunks where there is more than one.
   """
   unique = list(dict.fromkeys(engines))
   largest = event_engine.Engine(*map(max, zip(*unique, strict=True)))
   needed = lambda e: sizes([e], steps=steps, group_size=group_size).groups
-  shape = lambda e: (e.max_staleness == 0, _power_of_four(needed(e)))
+  shape = lambda e: (e.max_staleness == 0, needed(e))
   done, pending, factor = {}, sorted(unique, key=shape), 1
   while pending:
     chunks = []
@@ -265,13 +262,14 @@ def _run_chunk(
     keys, engines, length, groups, *, steps, group_size, per_step, largest
 ):
   """Returns the Events of engines, of which copies fill up to a length."""
-  slots = _round_up(largest.samplers)
+  slots = largest.samplers
   shapes = event_engine.Sizes(
       slots=slots,
       groups=groups,
       window=slots + largest.buffer + largest.batch,
       history=largest.max_staleness + 1,
       synchronous=any(e.max_staleness == 0 for e in engines),
+      in_flight=any(e.in_flight for e in engines),
   )
   engines = [*engines, *engines[:1] * (length - len(engines))]
   engines_of = _FEW if length <= _FEWEST else _MANY

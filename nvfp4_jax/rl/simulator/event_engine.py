@@ -47,6 +47,7 @@ class Sizes(NamedTuple):
     window: at least buffer + samplers + batch.
     history: at least max_staleness // sync_interval + 1.
     synchronous: whether max_staleness may be 0.
+    in_flight: whether weights may arrive in the middle of groups.
   """
 
   slots: int
@@ -54,6 +55,7 @@ class Sizes(NamedTuple):
   window: int
   history: int
   synchronous: bool
+  in_flight: bool = True
 
 
 class Engine(NamedTuple):
@@ -341,7 +343,7 @@ def _step(engine, groups, lists, sizes, carry):
   pushed = jnp.concatenate([arrives[None], carry.syncs[:-1]])
   idle = jnp.where(stands, engine.sync_ticks, 0)
   idle = jnp.where(synchronous, resume - take - carry.pause, idle)
-  lag = _lags(engine, carry, taken, start, finish, tokens, trained)
+  lag = _lags(engine, sizes, carry, taken, start, finish, tokens, trained)
   wall = jnp.maximum(resume - carry.ready, 1).astype(jnp.float32)
   busy_slots = jnp.sum(jnp.where(taken, finish - start, 0).astype(jnp.float32))
   utilization = jnp.where(
@@ -392,17 +394,19 @@ def _position(mask, count):
   return jnp.minimum(index, len(mask))
 
 
-def _lags(engine, carry, taken, start, finish, tokens, trained):
+def _lags(engine, sizes, carry, taken, start, finish, tokens, trained):
   """Returns statistics of the lag of the groups that were taken."""
   interval, base = engine.sync_interval, carry.since
   syncs = carry.syncs[:, None]
   passed = start < syncs  # [history, window]
   count = jnp.where(taken, jnp.sum(passed, 0, dtype=jnp.int32), 0)
-  # In flight, only the tokens before a sync are of the version before it.
-  per_tick = 1 / (finish - start).astype(jnp.float32)
-  share = jnp.minimum((syncs - start).astype(jnp.float32) * per_tick, 1.0)
-  share = jnp.where(engine.in_flight == 1, share, 1.0)
-  share = jnp.sum(jnp.where(passed, share, 0.0), 0)
+  share = count.astype(jnp.float32)
+  if sizes.in_flight:
+    # Only the tokens before a sync are of the version before it.
+    per_tick = 1 / (finish - start).astype(jnp.float32)
+    before = jnp.minimum((syncs - start).astype(jnp.float32) * per_tick, 1.0)
+    before = jnp.sum(jnp.where(passed, before, 0.0), 0)
+    share = jnp.where(engine.in_flight == 1, before, share)
   old = jnp.sum(jnp.where(taken, share * tokens.astype(jnp.float32), 0.0))
   # All but a twentieth of the groups, rounded down, are not above the 95 %.
   above = lambda lag: 20 * jnp.sum(count > lag) > engine.batch
