@@ -59,12 +59,7 @@ def quantize(
       a tile without 'triton'.
     NotImplementedError: 'triton' cannot run here, or not with this spec.
   """
-  if implementation not in (None, *_IMPLEMENTATIONS):
-    raise ValueError(
-        f'implementation {implementation!r} is not one of {_IMPLEMENTATIONS}.'
-    )
-  if tile is not None and implementation != 'triton':
-    raise ValueError(f"tile {tile} is of implementation 'triton' only.")
+  _check_choice(implementation, tile)
   if implementation != 'reference':
     problem = _cannot_run_triton() or _cannot_shard(implementation)
     if problem is None:
@@ -118,13 +113,8 @@ def scaled_matmul(
     ValueError: another implementation; a tile without 'triton'.
     NotImplementedError: 'triton' cannot run here, or not with these operands.
   """
-  if implementation not in (None, *_IMPLEMENTATIONS):
-    raise ValueError(
-        f'implementation {implementation!r} is not one of {_IMPLEMENTATIONS}.'
-    )
+  _check_choice(implementation, tile)
   if implementation != 'triton':
-    if tile is not None:
-      raise ValueError(f"tile {tile} is of implementation 'triton' only.")
     return reference.scaled_matmul(x, wq, group_sizes)
   problem = _cannot_run_triton()
   if problem is not None:
@@ -178,6 +168,15 @@ def wgrad(
   of the sum differs from that of one dot over the group.
   """
   return reference.wgrad(dy, x, group_sizes)
+
+
+def _check_choice(implementation, tile):
+  if implementation not in (None, *_IMPLEMENTATIONS):
+    raise ValueError(
+        f'implementation {implementation!r} is not one of {_IMPLEMENTATIONS}.'
+    )
+  if tile is not None and implementation != 'triton':
+    raise ValueError(f"tile {tile} is of implementation 'triton' only.")
 
 
 @functools.cache

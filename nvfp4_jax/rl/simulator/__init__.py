@@ -262,11 +262,10 @@ def _run_chunk(
     keys, engines, length, groups, *, steps, group_size, per_step, largest
 ):
   """Returns the Events of engines, of which copies fill up to a length."""
-  slots = largest.samplers
   shapes = event_engine.Sizes(
-      slots=slots,
+      slots=largest.samplers,
       groups=groups,
-      window=slots + largest.buffer + largest.batch,
+      window=largest.samplers + largest.buffer + largest.batch,
       history=largest.max_staleness + 1,
       synchronous=any(e.max_staleness == 0 for e in engines),
       in_flight=any(e.in_flight for e in engines),
