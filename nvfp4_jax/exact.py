@@ -28,6 +28,8 @@ Two groups of functions:
 Subnormals are not preserved: XLA on CPU flushes them to zero.
 """
 
+import functools
+
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -72,6 +74,40 @@ def matmul(x: jax.Array, matrix: np.ndarray) -> jax.Array:
     contract = (((x.ndim - 1,), (0,)), ((), ()))
     y = lax.dot_general(x.astype(jnp.float64), jnp.asarray(matrix), contract)
     return _round_to_float32(y)
+
+
+def padded_rows(rows: int, dtype: jax.typing.DTypeLike) -> int:
+  """Returns how many rows a dot must have for bits that do not depend on them.
+
+  XLA adds in another order where there is one row. On CPUs with bfloat16
+  instructions (AVX512-BF16, AMX) the kernels for few rows, and for what is left
+  of a tile, differ as well; multiples of 16 rows meet only one of them.
+
+  Args:
+    rows: of the operand; the others are to be zeros.
+    dtype: of both operands.
+  """
+  if jnp.dtype(dtype) == jnp.bfloat16 and _few_rows_differ():
+    return -(-rows // 16) * 16
+  return max(rows, 2)
+
+
+@functools.cache
+def _few_rows_differ() -> bool:
+  """Returns whether bfloat16 dots of 2 and of 64 rows have other bits here."""
+  if jax.default_backend() != 'cpu':
+    return False
+  random = np.random.default_rng(0)
+  x, w = random.standard_normal((2, 64, 64)).astype(jnp.bfloat16)
+  contract = (((1,), (1,)), ((), ()))
+  dot = jax.jit(
+      lambda x: lax.dot_general(
+          x, w, contract, preferred_element_type=jnp.float32
+      )
+  )
+  with jax.ensure_compile_time_eval():
+    few, many = (np.asarray(dot(x[:rows])) for rows in (2, 64))
+  return bool(np.any(few.view(np.uint32) != many[:2].view(np.uint32)))
 
 
 def sum_in_order(x: jax.Array) -> jax.Array:

@@ -4,7 +4,7 @@ Learner (teacher-forced, all positions at once) and sampler (prompt, then token
 by token against a cache) call these same functions, and on CPU a token's
 log-prob comes out bit for bit the same in both. That holds because
 
-* every dot has at least two rows, and its contraction axis last;
+* every dot has `exact.padded_rows`, and its contraction axis last;
 * sums over lengths that differ (keys, vocabulary, features) are trees of
   power-of-two halves, unchanged by padding with zeros;
 * every inexact product that feeds a sum is rounded first (`exact.fence`, or to
@@ -377,8 +377,10 @@ def _batched_dot(x, w):
   on its length, and so change the order of the sums.
   """
   rows = x.shape[-2]
-  if rows == 1:  # see kernels.reference on one row
-    x = jnp.concatenate([x, jnp.zeros_like(x)], axis=-2)
+  spare = exact.padded_rows(rows, x.dtype) - rows
+  if spare:
+    zeros = jnp.zeros((*x.shape[:-2], spare, x.shape[-1]), x.dtype)
+    x = jnp.concatenate([x, zeros], axis=-2)
   batch = tuple(range(x.ndim - 2))
   last = (x.ndim - 1,)
   y = lax.dot_general(

@@ -4,6 +4,7 @@ Each trap test also shows that its inputs would betray the rewrite in question.
 """
 
 import functools
+from unittest import mock
 
 from absl.testing import parameterized
 import chex
@@ -22,6 +23,28 @@ _OPERATIONS = {
     'subtract': (exact.subtract, np.subtract),
 }
 _ONE_SIXTH = np.float32(1 / 6)
+
+
+class PaddedRowsTest(chex.TestCase):
+
+  @parameterized.parameters((1, 2), (2, 2), (3, 3), (17, 17))
+  def test_there_are_at_least_two(self, rows, padded):
+    self.assertEqual(exact.padded_rows(rows, jnp.float32), padded)
+    with mock.patch.object(exact, '_few_rows_differ', lambda: False):
+      self.assertEqual(exact.padded_rows(rows, jnp.bfloat16), padded)
+
+  @parameterized.parameters((1, 16), (16, 16), (17, 32), (65, 80))
+  def test_where_few_rows_differ_16_go_together(self, rows, padded):
+    with mock.patch.object(exact, '_few_rows_differ', lambda: True):
+      self.assertEqual(exact.padded_rows(rows, jnp.bfloat16), padded)
+      self.assertEqual(exact.padded_rows(rows, jnp.float32), max(rows, 2))
+
+  def test_this_machine_is_asked_also_while_tracing(self):
+    exact._few_rows_differ.cache_clear()
+    traced = jax.jit(jax.vmap(lambda x: x * exact._few_rows_differ()))
+    got = bool(traced(jnp.ones(1))[0])
+    exact._few_rows_differ.cache_clear()
+    self.assertEqual(got, exact._few_rows_differ())
 
 
 class OperationTest(chex.TestCase):

@@ -194,9 +194,9 @@ class QuantizedMatmulTest(chex.TestCase):
     ):
       chex.assert_trees_all_equal(fn(x, w), fn(rounded(x), rounded(w)))
 
-  @parameterized.parameters(1, 3)
+  @parameterized.parameters(1, 2, 3, 17, 33, 65)  # one is left of a tile
   def test_row_does_not_depend_on_other_rows(self, rows):
-    x, w, _ = _operands(7, (33, 64), (32, 64))
+    x, w, _ = _operands(7, (66, 256), (256, 256))
     for fn in (
         lambda x: matmul.quantized_matmul(x, w, FINAL),
         lambda x: matmul.unquantized_matmul(x, w),

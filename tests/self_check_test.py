@@ -51,6 +51,19 @@ class SelfCheckTest(parameterized.TestCase):
     # MX scales need no division by a variable.
     self.assertFalse(any("QuantSpec(format='mxfp8'" in rule for rule in rules))
 
+  def test_sees_rows_that_depend_on_how_many_there_are(self):
+    if jax.default_backend() != 'cpu':
+      self.skipTest('Asked on a CPU only.')
+    unpadded = lambda rows, dtype: rows
+    jax.clear_caches()
+    with (
+        mock.patch.object(exact, 'padded_rows', unpadded),
+        mock.patch.object(self_check, 'DIGESTS', {}),
+    ):
+      found = list(self_check.faults())
+    jax.clear_caches()
+    self.assertRegex(str(found), "matmul's rows.*results of 1 rows differ")
+
   def test_input_spans_what_quantizers_meet(self):
     x = np.abs(self_check.input_matrix().astype(np.float32))
     blocks = x.reshape(x.shape[0], -1, 16)

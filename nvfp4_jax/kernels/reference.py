@@ -130,9 +130,9 @@ def _apply_scales(y, x_scale, w_scale):
 def _dot(x, w, dimension_numbers):
   """Returns a dot with float32 accumulation, of bfloat16 or float32 operands.
 
-  XLA on CPU adds in another order where there is one row, or few rows and few
-  features. Rows of zeros keep every dot on the common path, so that a row's
-  bits do not depend on how many rows there are.
+  XLA on CPU adds in another order where there are few rows, or few features.
+  Rows of zeros keep every dot on the common path, so that a row's bits do not
+  depend on how many rows there are.
   """
   precision = None
   if jnp.float32 in (x.dtype, w.dtype):
@@ -148,8 +148,7 @@ def _dot(x, w, dimension_numbers):
     return dot(x, w)
   rows = x.shape[0]
   features = w.shape[0 if dimension_numbers is _LAST else 1]
-  if rows == 1:
-    x = _pad_rows(x, 1)
+  x = _pad_rows(x, exact.padded_rows(rows, x.dtype) - rows)
   if dimension_numbers is _LAST and features < _FEWEST_FEATURES:
     w = _pad_rows(w, _FEWEST_FEATURES - features)
   return dot(x, w)[:rows, :features]
@@ -335,4 +334,4 @@ def _take(x, indices):
 
 
 def _pad_rows(x, rows):
-  return jnp.pad(x, ((0, rows), (0, 0)))
+  return x if rows == 0 else jnp.pad(x, ((0, rows), (0, 0)))
