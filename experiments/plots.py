@@ -292,15 +292,17 @@ def recipe_sweep(workdir: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
               -i,
               xerr=row.get('end_reward_difference_interval') or 0.0,
               fmt='o',
+              markersize=4,  # short intervals are seen
               color=f'C{i}',
           )
-    _label(top, f'{scope}, {setting}', 'reward')
+    _label(top, f'{scope}, {setting}', '' if column else 'reward')
     bottom.axvline(0.0, color='gray', linewidth=0.8)
     bottom.set(
         xlabel='end reward, less that of bf16',
         yticks=[-i for i in range(len(names))],
         yticklabels=names,
     )
+    bottom.locator_params(axis='x', nbins=7, steps=[1, 2, 5, 10])
     bottom.grid(alpha=0.3)
   axes[0, 0].legend(frameon=False, fontsize=7)
   return save(figure, folder / 'recipe_sweep.png')
