@@ -11,7 +11,8 @@ the host is faster than the device; operands rotate through more memory than a
 cache holds. Rows say the median, the least and the largest of the repeats, the
 share of the copy that was measured in the same run, and how many bytes or
 values differ from the reference. `host_us` is what one call costs the host:
-where it is near the time, the host is the limit.
+where it is near the time, the host is the limit. `device_us` is how long the
+device's kernels of one call ran, as the profiler saw them, gaps not counted.
 
 `rows` workloads time nothing: they count the values of 16 rows whose bits are
 others where they are computed 1, 16 or 512 at a time.
@@ -24,6 +25,7 @@ import importlib
 import math
 import os
 import pathlib
+import tempfile
 import time
 from typing import Any
 
@@ -189,6 +191,7 @@ def _time(cfg, workload, copy) -> Iterator[dict[str, Any]]:
   host = {candidate.name: [] for candidate in candidates}
   for candidate in candidates:
     candidate.wait(candidate.start())
+  on_device = {c.name: _device_seconds(c) for c in candidates}
   for _ in range(cfg.repeats):
     for candidate in candidates:
       seconds = {}
@@ -217,6 +220,11 @@ def _time(cfg, workload, copy) -> Iterator[dict[str, Any]]:
         'max_us': 1e6 * max(seconds),
         'host_us': 1e6 * float(np.median(host[candidate.name])),
     }
+    busy = on_device[candidate.name]
+    if busy:
+      row['device_us'] = 1e6 * busy / workload.operands
+      if workload.bytes:
+        row['device_gb_s'] = 1e-9 * workload.bytes * workload.operands / busy
     # A slope of a few microseconds may come out negative.
     rate = 1 / max(median, 1e-9)
     row['gb_s'] = 1e-9 * workload.bytes * rate
@@ -227,6 +235,25 @@ def _time(cfg, workload, copy) -> Iterator[dict[str, Any]]:
     if candidate.result is not None and reference is not None:
       row |= _differences(candidate.result, reference)
     yield row
+
+
+def _device_seconds(candidate) -> float:
+  """Returns how long the kernels of one `start` ran; 0 without a GPU."""
+  if jax.default_backend() != 'gpu':
+    return 0.0
+  with tempfile.TemporaryDirectory() as folder:
+    with jax.profiler.trace(folder):
+      candidate.wait(candidate.start())
+    (path,) = pathlib.Path(folder).rglob('*.xplane.pb')
+    profile = jax.profiler.ProfileData.from_file(str(path))
+  return 1e-9 * sum(
+      event.duration_ns
+      for plane in profile.planes
+      if plane.name.startswith('/device:GPU')
+      for line in plane.lines
+      if line.name.startswith('Stream')
+      for event in line.events
+  )
 
 
 def _differences(result, reference):
@@ -432,7 +459,8 @@ def _rows_of_few_and_many(cfg) -> Iterator[dict[str, Any]]:
 
 def _table(rows):
   """Returns the rows as text."""
-  columns = ('us', 'min_us', 'max_us', 'host_us', 'gb_s', 'of_copy', 'tflop_s')
+  columns = ('us', 'min_us', 'max_us', 'host_us', 'device_us')
+  columns += ('gb_s', 'of_copy', 'device_gb_s', 'tflop_s')
   table: list[list[str]] = [['workload: candidate', *columns, 'different']]
   for row in rows[1:]:
     cells = [

@@ -49,7 +49,7 @@ class ImportsTest(parameterized.TestCase):
       self.assertEmpty(built, 'Its layer is no longer optional.')
 
   @parameterized.parameters(
-      'jax.experimental.pallas', 'jax._src.pallas', 'triton', 'jax_triton'
+      'jax.experimental.pallas', 'jax._src.pallas', 'triton'
   )
   def test_kernel_languages_are_used_in_kernels_only(self, name):
     files = _files('nvfp4_jax', 'experiments', besides='nvfp4_jax/kernels')

@@ -104,8 +104,8 @@ def scaled_matmul(
     group_sizes: `[E]` int32 or None.
     implementation: 'reference', also for None, or 'triton', without groups: on
       Hopper with nvfp4 weights, made so that a row's bits do not depend on how
-      many rows there are; on Blackwell with both operands nvfp4 or both mxfp8.
-      Each adds in an order of its own. Compiled, not run on a GPU so far.
+      many rows there are; on Blackwell, where it has been compiled but not run,
+      with both operands nvfp4 or both mxfp8. Each adds in an order of its own.
     tile: of 'triton': rows of x and features that a program computes, its
       number of warps and of stages. None for what suits the shape.
 
@@ -191,11 +191,10 @@ def _cannot_run_triton() -> str | None:
         f' {_LOWEST_CAPABILITY}'
     )
   try:
-    import jax_triton
-    import triton  # jax_triton does without until a kernel is called
+    import triton
   except ImportError as error:
-    return f'jax_triton or triton cannot be imported ({error})'
-  del jax_triton, triton
+    return f'triton cannot be imported ({error})'
+  del triton
   return None
 
 

@@ -18,6 +18,7 @@ import triton.language as tl
 
 from nvfp4_jax import exact
 from nvfp4_jax import qtensor
+from nvfp4_jax.kernels import triton_call
 
 CAPABILITIES = (10.0, 10.3, 12.0)
 _STEP = {'nvfp4': 256, 'mxfp8': 128}  # columns
@@ -80,8 +81,6 @@ def scaled_matmul(
     wq: quantized `[N, K]`, of the same format.
     tile: what a program computes; None for Tile().
   """
-  import jax_triton  # needs the CUDA plugin, which CPU machines lack
-
   xq, wq = lax.stop_gradient((xq, wq))
   tile = Tile() if tile is None else Tile(*tile)
   m, n = xq.data.shape[0], wq.data.shape[0]
@@ -89,26 +88,26 @@ def scaled_matmul(
   outer = jnp.ones((1, 1))
   if xq.global_scale is not None and wq.global_scale is not None:
     outer = exact.multiply(xq.global_scale, wq.global_scale)
-  return jax_triton.triton_call(
+  (y,) = triton_call.call(
+      block_scaled_matmul,
       xq.data,
       _bytes(xq.block_scale),
       wq.data,
       _bytes(wq.block_scale),
       jnp.broadcast_to(outer, (m, 1)).reshape(-1),
-      m,
-      n,
-      kernel=block_scaled_matmul,
-      out_shape=jax.ShapeDtypeStruct((m, n), jnp.float32),
+      out_shape=[jax.ShapeDtypeStruct((m, n), jnp.float32)],
       grid=(triton.cdiv(m, tile.rows), triton.cdiv(n, tile.features)),
       num_warps=tile.warps,
       num_stages=tile.stages,
-      enable_fp_fusion=False,
+      M=m,
+      N=n,
       K=qtensor.num_columns(wq),
       NVFP4=is_nvfp4,
       ROWS=tile.rows,
       FEATURES=tile.features,
       STEP=_STEP[wq.format.name],
   )
+  return y
 
 
 def _bytes(scale):
@@ -117,8 +116,8 @@ def _bytes(scale):
 
 @triton.jit
 def block_scaled_matmul(
-    x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, outer_ptr, M, N, y_ptr,
-    K: tl.constexpr, NVFP4: tl.constexpr,
+    x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, outer_ptr, y_ptr,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, NVFP4: tl.constexpr,
     ROWS: tl.constexpr, FEATURES: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
   """Writes y `[M, N]`: block-scaled products times `outer` `[M]`."""

@@ -26,6 +26,7 @@ import triton.language as tl
 
 from nvfp4_jax import exact
 from nvfp4_jax import qtensor
+from nvfp4_jax.kernels import triton_call
 
 _STEP = 128  # columns
 _FEW_ROWS = 128  # up to here, w is decoded in registers
@@ -176,21 +177,20 @@ def _many(x, w, scale, *, tile):
 
 
 def _call(kernel, arrays, shape, grid, tile, **static):
-  import jax_triton  # needs the CUDA plugin, which CPU machines lack
-
-  return jax_triton.triton_call(
+  (y,) = triton_call.call(
+      kernel,
       *arrays,
-      *shape[-2:],
-      kernel=kernel,
-      out_shape=jax.ShapeDtypeStruct(shape, jnp.float32),
+      out_shape=[jax.ShapeDtypeStruct(shape, jnp.float32)],
       grid=grid,
       num_warps=tile.warps,
       num_stages=tile.stages,
-      enable_fp_fusion=False,
+      M=shape[-2],
+      N=shape[-1],
       ROWS=tile.rows,
       FEATURES=tile.features,
       **static,
   )
+  return y
 
 
 @triton.jit
@@ -216,8 +216,8 @@ def _store(y_ptr, y, token, feature, M, N):
 
 @triton.jit
 def nvfp4_matmul(
-    x_ptr, codes_ptr, scale_ptr, outer_ptr, M, N, y_ptr,
-    K: tl.constexpr, PARTS: tl.constexpr,
+    x_ptr, codes_ptr, scale_ptr, outer_ptr, y_ptr,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr,
     ROWS: tl.constexpr, FEATURES: tl.constexpr,
 ):  # fmt: skip
   """Writes the sums of parts `[PARTS, M, N]`, or y if there is but one.
@@ -273,8 +273,8 @@ def _bfloat16_part(x_row, w_row, first, steps: tl.constexpr):
 
 @triton.jit
 def bfloat16_matmul(
-    x_ptr, w_ptr, outer_ptr, M, N, y_ptr,
-    K: tl.constexpr, PARTS: tl.constexpr,
+    x_ptr, w_ptr, outer_ptr, y_ptr,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr,
     ROWS: tl.constexpr, FEATURES: tl.constexpr,
 ):  # fmt: skip
   """Writes y `[M, N]`; columns of x and w are in the order of `_permute`."""

@@ -24,6 +24,7 @@ from nvfp4_jax import formats
 from nvfp4_jax import qtensor
 from nvfp4_jax import quantization
 from nvfp4_jax.kernels import triton_blocks
+from nvfp4_jax.kernels import triton_call
 
 _MAX_COLUMNS = 32768  # of a row in the registers of one program
 
@@ -136,7 +137,7 @@ def _tiles(x, amax, own, *, spec, tile):
   per_scale = 1 if spec.outer == 'token' else x.shape[-2]
   arrays = (amax.reshape(-1), own.reshape(-1))
   tile = tile or _default_tile(x, spec)
-  return _call(nvfp4_tiles, x, spec, tile, arrays, (per_scale,))
+  return _call(nvfp4_tiles, x, spec, tile, arrays, PER_SCALE=per_scale)
 
 
 def _mx(x, *, spec, tile):
@@ -153,10 +154,8 @@ def _default_tile(x, spec):
   return Tile(rows, columns, 4)
 
 
-def _call(kernel, x, spec, tile, arrays=(), ints=()):
+def _call(kernel, x, spec, tile, arrays=(), **static):
   """Returns codes, block scales and, with nvfp4, global scales."""
-  import jax_triton  # needs the CUDA plugin, which CPU machines lack
-
   fmt = formats.FORMATS[spec.format]
   *lead, m, k = x.shape
   rows = x.size // k
@@ -165,9 +164,10 @@ def _call(kernel, x, spec, tile, arrays=(), ints=()):
       jax.ShapeDtypeStruct((rows, k if is_byte else k // 2), jnp.uint8),
       jax.ShapeDtypeStruct((rows, k // fmt.block), fmt.scale_dtype),
   ]
-  static = {'K': k, 'ROWS': tile.rows, 'BLOCKS': tile.columns // 16}
+  static |= {'M': rows, 'K': k}
+  static |= {'ROWS': tile.rows, 'BLOCKS': tile.columns // 16}
   if spec.outer == 'none':
-    # jax-triton has no name for E8M0.
+    # Triton has no name for E8M0.
     out_shape[1] = jax.ShapeDtypeStruct(out_shape[1].shape, jnp.uint8)
     static |= {'FP8': is_byte, 'SQUARES': spec.block_2d}
   else:
@@ -185,16 +185,13 @@ def _call(kernel, x, spec, tile, arrays=(), ints=()):
       triton.cdiv(rows, tile.rows),
       1 if kernel is nvfp4_rows else triton.cdiv(k, tile.columns),
   )
-  outputs = jax_triton.triton_call(
+  outputs = triton_call.call(
+      kernel,
       x.reshape(rows, k),
       *arrays,
-      rows,
-      *ints,
-      kernel=kernel,
       out_shape=out_shape,
       grid=grid,
       num_warps=tile.warps,
-      enable_fp_fusion=False,
       **static,
   )
   data, scale, *decode = outputs
@@ -207,8 +204,8 @@ def _call(kernel, x, spec, tile, arrays=(), ints=()):
 
 @triton.jit
 def nvfp4_rows(
-    x_ptr, M, data_ptr, scale_ptr, decode_ptr,
-    K: tl.constexpr, E: tl.constexpr,
+    x_ptr, data_ptr, scale_ptr, decode_ptr,
+    M: tl.constexpr, K: tl.constexpr, E: tl.constexpr,
     FOUR: tl.constexpr, MSE: tl.constexpr, FAST: tl.constexpr,
     ROWS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
@@ -231,8 +228,9 @@ def nvfp4_rows(
 
 @triton.jit
 def nvfp4_tiles(
-    x_ptr, amax_ptr, own_ptr, M, PER_SCALE, data_ptr, scale_ptr, decode_ptr,
-    K: tl.constexpr, E: tl.constexpr, SQUARES: tl.constexpr,
+    x_ptr, amax_ptr, own_ptr, data_ptr, scale_ptr, decode_ptr,
+    M: tl.constexpr, K: tl.constexpr, PER_SCALE: tl.constexpr,
+    E: tl.constexpr, SQUARES: tl.constexpr,
     FOUR: tl.constexpr, MSE: tl.constexpr, FAST: tl.constexpr,
     ROWS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
@@ -263,8 +261,8 @@ def nvfp4_tiles(
 
 @triton.jit
 def mx_tiles(
-    x_ptr, M, data_ptr, scale_ptr,
-    K: tl.constexpr, FP8: tl.constexpr, SQUARES: tl.constexpr,
+    x_ptr, data_ptr, scale_ptr,
+    M: tl.constexpr, K: tl.constexpr, FP8: tl.constexpr, SQUARES: tl.constexpr,
     ROWS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
   """Quantizes tiles of `x` `[M, K]` to mxfp8 (FP8) or mxfp4; 16-blocks pair."""

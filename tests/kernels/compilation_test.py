@@ -1,7 +1,6 @@
 """What Triton makes of our kernels for GPUs that are not here: `make aot`."""
 
 import functools
-import os
 import pathlib
 import re
 import subprocess
@@ -21,10 +20,8 @@ triton = pytest.importorskip('triton')
 if triton.knobs.runtime.interpret:
   pytest.skip('TRITON_INTERPRET is set.', allow_module_level=True)
 
-from triton.backends import compiler as backends  # noqa: E402
-from triton.compiler import compiler  # noqa: E402
-
 from nvfp4_jax.kernels import triton_blackwell  # noqa: E402
+from nvfp4_jax.kernels import triton_call  # noqa: E402
 from nvfp4_jax.kernels import triton_matmul  # noqa: E402
 from nvfp4_jax.kernels import triton_quantize  # noqa: E402
 
@@ -35,9 +32,6 @@ _TYPES = {
     'x_ptr': '*bf16',
     'amax_ptr': '*fp32',
     'own_ptr': '*fp32',
-    'M': 'i32',
-    'N': 'i32',
-    'PER_SCALE': 'i32',
     'data_ptr': '*u8',
     'codes_ptr': '*u8',
     'scale_ptr': '*fp8e4nv',
@@ -48,53 +42,37 @@ _TYPES = {
     'w_ptr': '*u8',
     'w_scale_ptr': '*u8',
 }
-_ROWS = dict(
-    K=4096, E=448, FOUR=False, MSE=False, FAST=False, ROWS=1, BLOCKS=256
+_SHAPE = dict(M=8192, K=4096)
+_ROWS = _SHAPE | dict(
+    E=448, FOUR=False, MSE=False, FAST=False, ROWS=1, BLOCKS=256
 )
 _FOUR = _ROWS | dict(E=256, FOUR=True, MSE=True)
-_MX = dict(K=4096, FP8=True, SQUARES=False, ROWS=4, BLOCKS=64)
-_FEW = dict(K=4096, PARTS=2, ROWS=16, FEATURES=64)
-_MANY = _FEW | dict(ROWS=128, FEATURES=128)
-_NVFP4 = dict(K=4096, NVFP4=True, ROWS=128, FEATURES=128, STEP=256)
+_MX = _SHAPE | dict(FP8=True, SQUARES=False, ROWS=4, BLOCKS=64)
+_FEW = dict(M=16, N=4096, K=4096, PARTS=2, ROWS=16, FEATURES=64)
+_MANY = _FEW | dict(M=2048, ROWS=128, FEATURES=128)
+_NVFP4 = dict(M=2048, N=4096, K=4096, NVFP4=True)
+_NVFP4 |= dict(ROWS=128, FEATURES=128, STEP=256)
 _MXFP8 = _NVFP4 | dict(NVFP4=False, STEP=128)
 
 
-@functools.cache
 def _compile(kernel, capability, num_warps, num_stages, constants, x='*bf16'):
-  """Returns the compiled kernel for constants (name, value)."""
-  constants, names = dict(constants), kernel.arg_names
+  """Returns the compiled kernel."""
   types = _TYPES | {'x_ptr': x, 'w_ptr': x}
-  signature = {n: 'constexpr' if n in constants else types[n] for n in names}
-  aligned = [['tt.divisibility', 16]]
-  source = compiler.ASTSource(
-      fn=kernel,
-      signature=signature,
-      constexprs={(names.index(n),): v for n, v in constants.items()},
-      attrs={
-          (i,): aligned
-          for i, n in enumerate(names)
-          if signature[n].startswith('*')
-      },
+  return triton_call.compile_kernel(
+      kernel,
+      tuple(types[n] for n in kernel.arg_names if n.endswith('_ptr')),
+      tuple(constants.items()),
+      num_warps,
+      num_stages,
+      capability,
   )
-  options = {
-      'num_warps': num_warps,
-      'num_stages': num_stages,
-      'enable_fp_fusion': False,
-  }
-  target = backends.GPUTarget('cuda', capability, 32)
-  # jax-triton sets this variable to nothing, which the compiler refuses.
-  with (
-      tempfile.TemporaryDirectory() as cache,
-      mock.patch.dict(os.environ, TRITON_CACHE_DIR=cache),
-  ):
-    return compiler.compile(source, target=target, options=options)
 
 
 def _usage(compiled):
   """Returns registers a thread, and bytes of stack that they spill to."""
   with tempfile.TemporaryDirectory() as folder:
-    path = os.path.join(folder, 'kernel.cubin')
-    pathlib.Path(path).write_bytes(compiled.asm['cubin'])
+    path = pathlib.Path(folder) / 'kernel.cubin'
+    path.write_bytes(compiled.asm['cubin'])
     command = [_TOOLS / 'cuobjdump', '-res-usage', path]
     text = subprocess.run(
         command, check=True, capture_output=True, text=True
@@ -112,14 +90,12 @@ class CompilationTest(chex.TestCase):
       (triton_matmul.bfloat16_matmul, _MANY, 8, 255),
   )
   def test_hopper_kernels_spill_nothing(self, kernel, static, warps, most):
-    static = tuple(static.items())
     registers, stack = _usage(_compile(kernel, 90, warps, 3, static))
     self.assertLessEqual(registers, most)
     self.assertEqual(stack, 0)
 
   @parameterized.product(static=(_ROWS, _FOUR), capability=(90, 100, 120))
   def test_quantizer_arithmetic_is_exact(self, static, capability):
-    static = tuple(static.items())
     kernel = triton_quantize.nvfp4_rows
     ptx = _compile(kernel, capability, 4, 3, static).asm['ptx']
     # Correctly rounded, subnormals kept, nothing contracted.
@@ -129,8 +105,7 @@ class CompilationTest(chex.TestCase):
     self.assertIn('cvt.rn.satfinite.e4m3x2.f32', ptx)
 
   def test_quantizer_reads_x_once_in_16_byte_loads(self):
-    static = tuple(_ROWS.items())
-    ptx = _compile(triton_quantize.nvfp4_rows, 90, 4, 3, static).asm['ptx']
+    ptx = _compile(triton_quantize.nvfp4_rows, 90, 4, 3, _ROWS).asm['ptx']
     loads = re.findall(r'ld\.global\S*', ptx)
     # 4096 bfloat16 of 128 threads.
     self.assertEqual(loads, ['ld.global.v4.b32'] * 4)
@@ -141,7 +116,7 @@ class CompilationTest(chex.TestCase):
       (triton_matmul.bfloat16_matmul, _MANY, 8),
   )
   def test_hopper_matmul_takes_the_same_steps(self, kernel, static, warps):
-    compiled = _compile(kernel, 90, warps, 3, tuple(static.items()))
+    compiled = _compile(kernel, 90, warps, 3, static)
     instructions = set(re.findall(r'wgmma\.mma_async\S*', compiled.asm['ptx']))
     rows = static['ROWS']
     self.assertEqual(
@@ -161,7 +136,7 @@ class CompilationTest(chex.TestCase):
   )
   def test_blackwell_uses_block_scaled_instructions(self, sm, static, wanted):
     kernel = triton_blackwell.block_scaled_matmul
-    ptx = _compile(kernel, sm, 4, 3, tuple(static.items()), '*u8').asm['ptx']
+    ptx = _compile(kernel, sm, 4, 3, static, '*u8').asm['ptx']
     self.assertRegex(ptx, wanted)
     self.assertIn(f'.target sm_{sm}a', ptx)
 
@@ -205,12 +180,9 @@ class CompilationTest(chex.TestCase):
 
 def _calls(fn, *args, sm=90):
   """Returns how many Triton kernels `fn` calls, lowered for a CUDA device."""
-  from jax_triton import triton_lib
-
-  library = triton_lib.triton_kernel_call_lib
-  with mock.patch.object(library, 'get_compute_capability', lambda _: sm):
+  with mock.patch.object(triton_call, '_capability', lambda: sm):
     lowered = jax.jit(fn).trace(*args).lower(lowering_platforms=('cuda',))
-  return lowered.as_text().count('triton_kernel_call')
+  return lowered.as_text().count('stablehlo.custom_call @__gpu$xla.gpu.ptx')
 
 
 if __name__ == '__main__':

@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from concurrent import futures
 import contextlib
 import functools
-import sys
-import types
 from unittest import mock
 
 import jax
@@ -19,6 +17,8 @@ import ml_dtypes
 import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
+
+from nvfp4_jax.kernels import triton_call
 
 _E4M3 = ml_dtypes.float8_e4m3fn
 _TRITON_TYPES = {
@@ -85,7 +85,7 @@ def call(kernel, grid, inputs, outputs, **constants) -> list[np.ndarray]:
   Args:
     kernel: a `triton.jit` function.
     grid: numbers of programs.
-    inputs: numpy arrays and integers.
+    inputs: numpy arrays.
     outputs: (shape, dtype) of each.
     **constants: its constexpr arguments.
   """
@@ -97,47 +97,29 @@ def call(kernel, grid, inputs, outputs, **constants) -> list[np.ndarray]:
 def _call(kernel, grid, inputs, outputs, constants):
   _repair()
   results = [Array(np.zeros(shape, dtype)) for shape, dtype in outputs]
-  arguments = [x if isinstance(x, int) else Array(x) for x in inputs]
+  arguments = [Array(x) for x in inputs]
   with np.errstate(all='ignore'):
     kernel[grid](*arguments, *results, **constants)
   return [result.array for result in results]
 
 
-def triton_call(
-    *inputs,
-    kernel,
-    out_shape,
-    grid,
-    num_warps,
-    enable_fp_fusion,
-    num_stages=None,
-    **constants,
+def _triton_call(
+    kernel, *arrays, out_shape, grid, num_warps, num_stages=3, **constants
 ):
-  """Stands in for `jax_triton.triton_call`, also under jit."""
+  """Stands in for `triton_call.call`, also under jit."""
   del num_warps, num_stages
-  assert not enable_fp_fusion
-  is_array = [not isinstance(x, int) for x in inputs]
-  outputs = out_shape if isinstance(out_shape, list) else [out_shape]
 
   def run(*arrays):
-    arrays = iter(arrays)
-    given = [
-        np.asarray(next(arrays)) if flag else x
-        for x, flag in zip(inputs, is_array, strict=True)
-    ]
-    shapes = [(s.shape, s.dtype) for s in outputs]
+    given = [np.asarray(array) for array in arrays]
+    shapes = [(s.shape, s.dtype) for s in out_shape]
     return call(kernel, grid, given, shapes, **constants)
 
-  arrays = [x for x, flag in zip(inputs, is_array, strict=True) if flag]
-  results = jax.pure_callback(run, outputs, *arrays)
-  return results if isinstance(out_shape, list) else results[0]
+  return jax.pure_callback(run, list(out_shape), *arrays)
 
 
 def installed() -> contextlib.AbstractContextManager:
-  """Returns a context in which `import jax_triton` finds `triton_call`."""
-  stand_in = types.ModuleType('jax_triton')
-  stand_in.triton_call = triton_call
-  return mock.patch.dict(sys.modules, {'jax_triton': stand_in})
+  """Returns a context in which kernels are interpreted."""
+  return mock.patch.object(triton_call, 'call', _triton_call)
 
 
 @functools.cache
