@@ -466,7 +466,7 @@ def _in_rows(spec):
 
 def _backward_operand(operand, dtype):
   if isinstance(operand, qtensor.QTensor):
-    return qtensor.dequantize(operand, dtype)
+    return kernels.dequantize(operand, dtype)
   return _as(operand, dtype)
 
 

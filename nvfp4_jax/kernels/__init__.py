@@ -19,6 +19,7 @@ import types
 from typing import Literal
 
 import jax
+import jax.numpy as jnp
 
 from nvfp4_jax import qtensor
 from nvfp4_jax import quantization
@@ -60,18 +61,63 @@ def quantize(
     NotImplementedError: 'triton' cannot run here, or not with this spec.
   """
   _check_choice(implementation, tile)
-  if implementation != 'reference':
-    problem = _cannot_run_triton() or _cannot_shard(implementation)
-    if problem is None:
-      quantization.check_quantize(x, spec, key, amax)
-      problem = _triton_quantize().unsupported(x, spec)
-    if problem is None:
-      _log_once('quantize', 'triton', '')
-      return _triton_quantize().quantize(x, spec, amax=amax, tile=tile)
-    if implementation == 'triton':
-      raise NotImplementedError(f'quantize: {problem}.')
-    _log_once('quantize', 'reference', problem)
+  problem = _why_not_triton(implementation)
+  if problem is None:
+    quantization.check_quantize(x, spec, key, amax)
+    problem = _triton_quantize().unsupported(x, spec)
+  if _is_triton('quantize', implementation, problem):
+    return _triton_quantize().quantize(x, spec, amax=amax, tile=tile)
   return quantization.quantize(x, spec, key=key, amax=amax)
+
+
+def decode(
+    q: qtensor.QTensor, *, implementation: Implementation | None = None
+) -> jax.Array:
+  """Returns `code * block_scale`, `[..., M, K]`: see `qtensor.decode`.
+
+  Every implementation gives the same values; 'triton' is for nvfp4.
+
+  Args:
+    q: the quantized tensor.
+    implementation: 'reference', 'triton', or None to choose.
+
+  Raises:
+    ValueError: another implementation.
+    NotImplementedError: 'triton' cannot run here, or not with this format.
+  """
+  _check_choice(implementation, None)
+  if _decodes_in_triton('decode', q, implementation):
+    return _triton_decode().decode(q)
+  return qtensor.decode(q)
+
+
+def dequantize(
+    q: qtensor.QTensor,
+    dtype: jax.typing.DTypeLike,
+    *,
+    implementation: Implementation | None = None,
+) -> jax.Array:
+  """Returns `code * f32(block_scale * global_scale)`, rounded to `dtype`.
+
+  See `qtensor.dequantize`. Every implementation gives the same values; 'triton'
+  is for nvfp4 and gives bfloat16.
+
+  Args:
+    q: the quantized tensor.
+    dtype: jnp.float32 or jnp.bfloat16.
+    implementation: 'reference', 'triton', or None to choose.
+
+  Raises:
+    ValueError: another implementation or dtype.
+    NotImplementedError: 'triton' cannot run here, or not with these arguments.
+  """
+  _check_choice(implementation, None)
+  if jnp.dtype(dtype) == jnp.bfloat16 or implementation == 'triton':
+    if jnp.dtype(dtype) != jnp.bfloat16:
+      raise NotImplementedError(f'dequantize: Triton gives no {dtype}.')
+    if _decodes_in_triton('dequantize', q, implementation):
+      return _triton_decode().dequantize(q)
+  return qtensor.dequantize(q, dtype)
 
 
 def implementations(
@@ -115,7 +161,8 @@ def scaled_matmul(
   """
   _check_choice(implementation, tile)
   if implementation != 'triton':
-    return reference.scaled_matmul(x, wq, group_sizes)
+    decoder = decode if implementation is None else qtensor.decode
+    return reference.scaled_matmul(x, wq, group_sizes, decoder)
   problem = _cannot_run_triton()
   if problem is not None:
     raise NotImplementedError(f'scaled_matmul: {problem}.')
@@ -206,6 +253,30 @@ def _compute_capability() -> float:
     return 0.0
 
 
+def _why_not_triton(implementation) -> str | None:
+  """Returns why Triton is not to be asked whether it can, or None."""
+  if implementation == 'reference':
+    return 'the reference was named'
+  return _cannot_run_triton() or _cannot_shard(implementation)
+
+
+def _is_triton(function, implementation, problem) -> bool:
+  """Returns whether Triton runs, and logs it; raises if it was named."""
+  if implementation == 'triton' and problem is not None:
+    raise NotImplementedError(f'{function}: {problem}.')
+  if implementation is None:
+    chosen = 'triton' if problem is None else 'reference'
+    _log_once(function, chosen, problem)
+  return problem is None
+
+
+def _decodes_in_triton(function, q, implementation) -> bool:
+  problem = _why_not_triton(implementation)
+  if problem is None:
+    problem = _triton_decode().unsupported(q)
+  return _is_triton(function, implementation, problem)
+
+
 def _cannot_shard(implementation) -> str | None:
   """Returns why an automatic choice must not be Triton on several devices."""
   if implementation is not None or jax.device_count() == 1:
@@ -221,6 +292,12 @@ def _triton_quantize() -> types.ModuleType:
   from nvfp4_jax.kernels import triton_quantize
 
   return triton_quantize
+
+
+def _triton_decode() -> types.ModuleType:
+  from nvfp4_jax.kernels import triton_decode
+
+  return triton_decode
 
 
 def _triton_matmul() -> types.ModuleType:

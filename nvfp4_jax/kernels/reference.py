@@ -12,6 +12,7 @@ Under vmap such loops would go on in lockstep, a few rows at a time. There all
 blocks that may be needed are one batched dot, with the same bits.
 """
 
+from collections.abc import Callable
 import functools
 from typing import NamedTuple
 
@@ -27,14 +28,16 @@ _INNER = (((1,), (0,)), ((), ()))
 _FEWEST_FEATURES = 8
 
 
-@jax.jit
+@functools.partial(jax.jit, static_argnames='decode')
 def scaled_matmul(
     x: jax.Array | qtensor.QTensor,
     wq: qtensor.QTensor,
     group_sizes: jax.Array | None = None,
+    decode: Callable[[qtensor.QTensor], jax.Array] = qtensor.decode,
 ) -> jax.Array:
-  """See `kernels.scaled_matmul`."""
-  y = matmul(_decode(x), _decode(wq), group_sizes)
+  """See `kernels.scaled_matmul`; `decode` is any that gives exact values."""
+  x_values = decode(x) if isinstance(x, qtensor.QTensor) else x
+  y = matmul(x_values, decode(wq), group_sizes)
   w_scale = wq.global_scale
   if w_scale is not None:
     if group_sizes is not None:
@@ -51,7 +54,7 @@ def scaled_wgrad(
     group_sizes: jax.Array | None = None,
 ) -> jax.Array:
   """See `kernels.scaled_wgrad`."""
-  dy, x = _decode(dyq), _decode(xq)
+  dy, x = qtensor.decode(dyq), qtensor.decode(xq)
   if group_sizes is None:
     y = _dot(dy, x, _LAST)
     x_scale = None if xq.global_scale is None else xq.global_scale.T
@@ -95,12 +98,6 @@ def wgrad(
   if group_sizes is None:
     return _dot(dy, x, _FIRST)
   return _grouped_wgrad(dy, x, group_sizes)
-
-
-def _decode(operand):
-  if isinstance(operand, qtensor.QTensor):
-    return qtensor.decode(operand)
-  return operand
 
 
 def _global_scale(operand):

@@ -5,11 +5,14 @@ kernel of its own (its custom call `__gpu$xla.gpu.ptx`), also in CUDA graphs.
 Shapes are constants of a kernel: no scalar is passed at run time.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import functools
 import re
+from typing import Any
 
 import jax
+from jax import lax
+import jax.numpy as jnp
 import numpy as np
 import triton
 from triton.backends import compiler as backends
@@ -78,6 +81,43 @@ def call(
     launch[f'block_{axis}'] = np.int32(threads)
   function = jax.ffi.ffi_call(_TARGET, list(out_shape))
   return list(function(*arrays, *[arrays[0]] * spare, **launch))
+
+
+def with_vmap(fn: Callable[..., Any]) -> Callable[..., Any]:
+  """Returns `fn` of arrays; under vmap, the axis is one more leading axis.
+
+  Args:
+    fn: of arrays, all with any number of leading axes that broadcast nothing;
+      a module's function or a partial of one, so that programs are found again.
+  """
+  run = jax.custom_batching.custom_vmap(fn)
+
+  @run.def_vmap
+  def _(lanes, batched, *arrays):
+    arrays = [
+        array if flag else jnp.broadcast_to(array, (lanes, *array.shape))
+        for array, flag in zip(arrays, batched, strict=True)
+    ]
+    outputs = run(*arrays)
+    return outputs, jax.tree.map(lambda _: True, outputs)
+
+  return run
+
+
+def with_vmap_loop(fn: Callable[..., Any]) -> Callable[..., Any]:
+  """Returns `fn` of arrays; under vmap, it is called for one lane at a time."""
+  run = jax.custom_batching.custom_vmap(fn)
+
+  @run.def_vmap
+  def _(lanes, batched, *arrays):
+    def one(lane):
+      take = lambda a, flag: a[lane] if flag else a
+      return run(*map(take, arrays, batched))
+
+    outputs = lax.map(one, jnp.arange(lanes))
+    return outputs, jax.tree.map(lambda _: True, outputs)
+
+  return run
 
 
 @functools.cache

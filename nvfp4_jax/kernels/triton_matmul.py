@@ -10,9 +10,9 @@ as it is stored; with many, XLA decodes `w` too, which then costs little.
 any width, which the tests ask a GPU. Features are the rows of the tile and
 tokens its columns, so that any number of tokens takes the same steps of 16
 along K. K is divided into parts whose number follows from N and K alone. In a
-part, each 128 columns are added in the order of `_permute`, from left to right;
-then the sums of parts, first to last. With few rows, parts are programs of
-their own and XLA adds their sums; with many, one program does it all.
+part, columns are added in the order of `triton_decode.permute`, from left to
+right; then the sums of parts, first to last. With few rows, parts are programs
+of their own and XLA adds their sums; with many, one program does it all.
 """
 
 import functools
@@ -27,8 +27,8 @@ import triton.language as tl
 from nvfp4_jax import exact
 from nvfp4_jax import qtensor
 from nvfp4_jax.kernels import triton_call
+from nvfp4_jax.kernels import triton_decode
 
-_STEP = 128  # columns
 _FEW_ROWS = 128  # up to here, w is decoded in registers
 _PROGRAMS = 256  # of 64 features that fill the 132 processors of an H200
 _FEWEST_STEPS = 4  # of a part
@@ -63,8 +63,9 @@ def unsupported(
     return 'the Triton matmul has no groups'
   if wq.format.name != 'nvfp4':
     return f'the Triton matmul has no {wq.format.name} weights'
-  if qtensor.num_columns(wq) % _STEP:
-    return f'K = {qtensor.num_columns(wq)} is not a multiple of {_STEP}'
+  columns, step = qtensor.num_columns(wq), triton_decode.STEP
+  if columns % step:
+    return f'K = {columns} is not a multiple of {step}'
   is_quantized = isinstance(x, qtensor.QTensor)
   if is_quantized and x.format.name == 'fp8_block':
     return 'the Triton matmul has no fp8_block operands'
@@ -91,21 +92,29 @@ def scaled_matmul(
     tile: what a program computes; None for what suits the shape.
   """
   scale = jnp.ones((1, 1)) if wq.global_scale is None else wq.global_scale
-  if isinstance(x, qtensor.QTensor):
-    if x.global_scale is not None:
-      scale = exact.multiply(x.global_scale, scale)
-    x = qtensor.decode(x)
+  if getattr(x, 'global_scale', None) is not None:
+    scale = exact.multiply(x.global_scale, scale)
   x, wq, scale = lax.stop_gradient((x, wq, scale))
+  unit = triton_decode.UNIT  # of the sums
+  if isinstance(x, jax.Array):
+    x = triton_decode.permute(x)
+  elif x.format.name == 'nvfp4':
+    x, unit = triton_decode.decode_permuted(x), triton_decode.UNIT**2
+  else:
+    x = triton_decode.permute(qtensor.decode(x))
   scale = jnp.broadcast_to(scale, (x.shape[0], 1))
-  x = _permute(x)
   if x.shape[0] <= _FEW_ROWS:
-    return _vmappable(_few, tile)(x, wq.data, wq.block_scale, scale)
-  return _vmappable(_many, tile)(x, _permute(qtensor.decode(wq)), scale)
+    few = functools.partial(_few, unit=unit, tile=tile)
+    arrays = (x, wq.data, wq.block_scale, scale)
+    return triton_call.with_vmap_loop(few)(*arrays)
+  many = functools.partial(_many, unit=unit, tile=tile)
+  w = triton_decode.decode_permuted(wq)
+  return triton_call.with_vmap_loop(many)(x, w, scale)
 
 
 def num_parts(n: int, k: int) -> int:
   """Returns into how many parts K is divided, for weights `[n, k]`."""
-  parts, steps = 1, k // _STEP
+  parts, steps = 1, k // triton_decode.STEP
   while (
       -(-n // 64) * parts < _PROGRAMS
       and steps % (2 * parts) == 0
@@ -115,33 +124,7 @@ def num_parts(n: int, k: int) -> int:
   return parts
 
 
-def _permute(x):
-  """Returns `x` with columns 0, 8, ..., 120, 4, 12, ..., 1, 9, ... of each 128.
-
-  A word holds eight codes, and decoding yields those at i and i + 4 together.
-  """
-  m, k = x.shape
-  x = x.reshape(m, k // _STEP, 16, 2, 4)
-  return x.transpose(0, 1, 4, 3, 2).reshape(m, k)
-
-
-@functools.cache
-def _vmappable(fn, tile):
-  """Returns `fn`; under vmap, it is called once for each lane, in a loop."""
-  run = jax.custom_batching.custom_vmap(functools.partial(fn, tile=tile))
-
-  @run.def_vmap
-  def _(lanes, batched, *arrays):
-    def one(lane):
-      take = lambda a, flag: a[lane] if flag else a
-      return run(*map(take, arrays, batched))
-
-    return lax.map(one, jnp.arange(lanes)), True
-
-  return run
-
-
-def _few(x, data, block_scale, scale, *, tile):
+def _few(x, data, block_scale, scale, *, unit, tile):
   """Returns `[M, N]`; columns of `x` are permuted, `scale` is `[M, 1]`."""
   (m, k), n = x.shape, data.shape[0]
   parts = num_parts(n, k)
@@ -157,23 +140,26 @@ def _few(x, data, block_scale, scale, *, tile):
       tile,
       K=k,
       PARTS=parts,
+      UNIT=unit,
   )
   if parts == 1:
     return y[0]
   total = y[0]
   for part in range(1, parts):
     total += y[part]
-  return (total * 128.0) * scale
+  return (total * unit) * scale
 
 
-def _many(x, w, scale, *, tile):
+def _many(x, w, scale, *, unit, tile):
   """Returns `[M, N]`; columns of `x` and of bfloat16 `w` are permuted."""
   (m, k), n = x.shape, w.shape[0]
   tile = Tile(128, 128, 8, 4) if tile is None else Tile(*tile)
   grid = (triton.cdiv(m, tile.rows), triton.cdiv(n, tile.features))
   arrays = (x, w, scale.reshape(-1))
   parts = num_parts(n, k)
-  return _call(bfloat16_matmul, arrays, (m, n), grid, tile, K=k, PARTS=parts)
+  return _call(
+      bfloat16_matmul, arrays, (m, n), grid, tile, K=k, PARTS=parts, UNIT=unit
+  )
 
 
 def _call(kernel, arrays, shape, grid, tile, **static):
@@ -194,20 +180,6 @@ def _call(kernel, arrays, shape, grid, tile, **static):
 
 
 @triton.jit
-def _decode(word, scale, PLACE: tl.constexpr):
-  """Returns bfloat16 code * scale / 2^7 at PLACE and PLACE + 4, exactly.
-
-  A code times 2^12 + 2^6 has its sign in bfloat16's place, and its magnitude
-  where it means code * 2^-126, the subnormal 0.5 included; two codes fit in a
-  word. `scale` is the block scale times 2^119.
-  """
-  bits = ((word >> 4 * PLACE) & 0x000F000F) * 0x1040 & 0x81C081C0
-  low = bits.to(tl.uint16).to(tl.bfloat16, bitcast=True)
-  high = (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
-  return low * scale, high * scale
-
-
-@triton.jit
 def _store(y_ptr, y, token, feature, M, N):
   """Stores y `[features, tokens]` to `[M, N]`."""
   at = token[None, :].to(tl.int64) * N + feature[:, None]
@@ -218,11 +190,11 @@ def _store(y_ptr, y, token, feature, M, N):
 def nvfp4_matmul(
     x_ptr, codes_ptr, scale_ptr, outer_ptr, y_ptr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr,
-    ROWS: tl.constexpr, FEATURES: tl.constexpr,
+    UNIT: tl.constexpr, ROWS: tl.constexpr, FEATURES: tl.constexpr,
 ):  # fmt: skip
   """Writes the sums of parts `[PARTS, M, N]`, or y if there is but one.
 
-  x has its columns in the order of `_permute`. Sums are 2^-7 of what they mean.
+  x has its columns in the order of `permute`. Sums mean UNIT times as much.
   """
   token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
   feature = tl.program_id(1) * FEATURES + tl.arange(0, FEATURES)
@@ -230,31 +202,22 @@ def nvfp4_matmul(
   # Features beyond the last repeat it, and are not stored.
   w_row = tl.minimum(feature, N - 1).to(tl.int64)[:, None]
   words_ptr = codes_ptr.to(tl.pointer_type(tl.uint32), bitcast=True)
+  words_ptr += w_row * (K // 8) + tl.arange(0, 16)[None, :]
   scale_ptr = scale_ptr.to(tl.pointer_type(tl.uint8), bitcast=True)
-  steps: tl.constexpr = K // 128 // PARTS
+  scale_ptr += w_row * (K // 16) + tl.arange(0, 8)[None, :]
+  x_ptr += token[None, :].to(tl.int64) * K + tl.arange(0, 128)[:, None]
   live = (token < M)[None, :]
-  index = tl.arange(0, 16)
+  steps: tl.constexpr = K // 128 // PARTS
   y = tl.zeros((FEATURES, ROWS), tl.float32)
   for step in range(steps):
     column = (part * steps + step) * 128
-    word = tl.load(
-        words_ptr + w_row * (K // 8) + (column // 8 + index)[None, :]
-    )
-    at = column // 16 + tl.arange(0, 8)
-    scale = tl.load(scale_ptr + w_row * (K // 16) + at[None, :])
-    scale = scale.to(tl.float8e4nv, bitcast=True).to(tl.float32) * 2.0**119
-    scale = tl.broadcast_to(scale[:, :, None], (FEATURES, 8, 2))
-    scale = tl.reshape(scale, (FEATURES, 16)).to(tl.bfloat16)
-    at = token[None, :].to(tl.int64) * K + (column + index)[:, None]
-    for place in tl.static_range(4):
-      low, high = _decode(word, scale, place)
-      x = tl.load(x_ptr + at + 32 * place, mask=live, other=0.0)
-      y = tl.dot(low, x, y)
-      x = tl.load(x_ptr + at + (32 * place + 16), mask=live, other=0.0)
-      y = tl.dot(high, x, y)
+    word = tl.load(words_ptr + column // 8)
+    scale = tl.load(scale_ptr + column // 16)
+    w = triton_decode.decode_words(word, scale)
+    y = tl.dot(w, tl.load(x_ptr + column, mask=live, other=0.0), y)
   if PARTS == 1:
     outer = tl.load(outer_ptr + token, mask=token < M, other=0.0)
-    y = (y * 128.0) * outer[None, :]
+    y = (y * UNIT) * outer[None, :]
   _store(y_ptr + part.to(tl.int64) * M * N, y, token, feature, M, N)
 
 
@@ -275,9 +238,9 @@ def _bfloat16_part(x_row, w_row, first, steps: tl.constexpr):
 def bfloat16_matmul(
     x_ptr, w_ptr, outer_ptr, y_ptr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr,
-    ROWS: tl.constexpr, FEATURES: tl.constexpr,
+    UNIT: tl.constexpr, ROWS: tl.constexpr, FEATURES: tl.constexpr,
 ):  # fmt: skip
-  """Writes y `[M, N]`; columns of x and w are in the order of `_permute`."""
+  """Writes y `[M, N]`; columns of x and w are in the order of `permute`."""
   # Programs that run together share rows of both operands: groups of eight.
   rows, columns = tl.cdiv(M, ROWS), tl.cdiv(N, FEATURES)
   program = tl.program_id(1) * rows + tl.program_id(0)
@@ -294,4 +257,4 @@ def bfloat16_matmul(
     first = part * steps
     total += _bfloat16_part(x_ptr + x_row * K, w_ptr + w_row * K, first, steps)
   outer = tl.load(outer_ptr + token, mask=token < M, other=0.0)
-  _store(y_ptr, total * outer[None, :], token, feature, M, N)
+  _store(y_ptr, (total * UNIT) * outer[None, :], token, feature, M, N)

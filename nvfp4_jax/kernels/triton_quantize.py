@@ -84,37 +84,21 @@ def quantize(
     tile = Tile(*tile)
     if spec.block_2d and tile.rows % fmt.block:
       raise ValueError(f'tile {tile} cuts squares of {fmt.block} rows.')
+  run = lambda fn: triton_call.with_vmap(
+      functools.partial(fn, spec=spec, tile=tile)
+  )
   if spec.outer == 'none':
-    data, scale = _vmappable(_mx, spec, tile)(x)
+    data, scale = run(_mx)(x)
     return qtensor.QTensor(data, scale, None, fmt)
   if amax is None and spec.outer == 'token' and x.shape[-1] <= _MAX_COLUMNS:
-    data, scale, decode = _vmappable(_rows, spec, tile)(x)
+    data, scale, decode = run(_rows)(x)
     return qtensor.QTensor(data, scale, decode, fmt)
   own = quantization.compute_amax(x, spec)
   amax = own if amax is None else lax.stop_gradient(amax).astype(jnp.float32)
   if amax.shape != own.shape:
     raise ValueError(f'amax has shape {amax.shape}, not {own.shape}.')
-  data, scale, decode = _vmappable(_tiles, spec, tile)(x, amax, own)
+  data, scale, decode = run(_tiles)(x, amax, own)
   return qtensor.QTensor(data, scale, decode, fmt)
-
-
-@functools.cache
-def _vmappable(fn, spec, tile):
-  """Returns `fn` of arrays; under vmap, the axis is one more batch axis."""
-  run = jax.custom_batching.custom_vmap(
-      functools.partial(fn, spec=spec, tile=tile)
-  )
-
-  @run.def_vmap
-  def _(lanes, batched, *arrays):
-    arrays = [
-        array if flag else jnp.broadcast_to(array, (lanes, *array.shape))
-        for array, flag in zip(arrays, batched, strict=True)
-    ]
-    outputs = run(*arrays)
-    return outputs, (True,) * len(outputs)
-
-  return run
 
 
 def _rows(x, *, spec, tile):

@@ -22,6 +22,7 @@ if triton.knobs.runtime.interpret:
 
 from nvfp4_jax.kernels import triton_blackwell  # noqa: E402
 from nvfp4_jax.kernels import triton_call  # noqa: E402
+from nvfp4_jax.kernels import triton_decode  # noqa: E402
 from nvfp4_jax.kernels import triton_matmul  # noqa: E402
 from nvfp4_jax.kernels import triton_quantize  # noqa: E402
 
@@ -38,6 +39,7 @@ _TYPES = {
     'decode_ptr': '*fp32',
     'outer_ptr': '*fp32',
     'y_ptr': '*fp32',
+    'global_ptr': '*fp32',
     'x_scale_ptr': '*u8',
     'w_ptr': '*u8',
     'w_scale_ptr': '*u8',
@@ -48,8 +50,11 @@ _ROWS = _SHAPE | dict(
 )
 _FOUR = _ROWS | dict(E=256, FOUR=True, MSE=True)
 _MX = _SHAPE | dict(FP8=True, SQUARES=False, ROWS=4, BLOCKS=64)
-_FEW = dict(M=16, N=4096, K=4096, PARTS=2, ROWS=16, FEATURES=64)
-_MANY = _FEW | dict(M=2048, ROWS=128, FEATURES=128)
+_TILE = dict(N=4096, K=4096, PARTS=2, UNIT=128)
+_FEW = _TILE | dict(M=16, ROWS=16, FEATURES=64)
+_MANY = _TILE | dict(M=2048, ROWS=128, FEATURES=128)
+_DECODE = dict(WORDS=1 << 20, PER_SCALE=512, BLOCK=512)
+_STEPS = dict(STEPS=1 << 17, BLOCK=32)
 _NVFP4 = dict(M=2048, N=4096, K=4096, NVFP4=True)
 _NVFP4 |= dict(ROWS=128, FEATURES=128, STEP=256)
 _MXFP8 = _NVFP4 | dict(NVFP4=False, STEP=128)
@@ -86,7 +91,9 @@ class CompilationTest(chex.TestCase):
       (triton_quantize.nvfp4_rows, _ROWS, 4, 64),
       (triton_quantize.nvfp4_rows, _FOUR, 8, 64),
       (triton_quantize.mx_tiles, _MX, 4, 64),
-      (triton_matmul.nvfp4_matmul, _FEW, 4, 64),
+      (triton_matmul.nvfp4_matmul, _FEW, 4, 128),
+      (triton_decode.nvfp4_decode, _DECODE, 4, 64),
+      (triton_decode.nvfp4_decode_permuted, _STEPS, 4, 128),
       (triton_matmul.bfloat16_matmul, _MANY, 8, 255),
   )
   def test_hopper_kernels_spill_nothing(self, kernel, static, warps, most):
@@ -167,9 +174,12 @@ class CompilationTest(chex.TestCase):
     wq = jax.eval_shape(lambda w: quantization.quantize(w, spec), w)
     for m in (1, 16, 512):
       x = jax.ShapeDtypeStruct((m, 1024), jnp.bfloat16)
-      self.assertEqual(_calls(triton_matmul.scaled_matmul, x, wq), 1)
+      decoders = int(m > 128)  # of w
+      calls = _calls(triton_matmul.scaled_matmul, x, wq)
+      self.assertEqual(calls, 1 + decoders)
       xq = jax.eval_shape(lambda x: quantization.quantize(x, spec), x)
-      self.assertEqual(_calls(triton_matmul.scaled_matmul, xq, wq), 1)
+      calls = _calls(triton_matmul.scaled_matmul, xq, wq)
+      self.assertEqual(calls, 2 + decoders)
 
   def test_blackwell_matmul_lowers(self):
     for spec in (quantization.QuantSpec(f) for f in ('nvfp4', 'mxfp8')):
