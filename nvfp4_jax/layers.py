@@ -41,7 +41,7 @@ class LayerWeights(NamedTuple):
 
   Attributes:
     params: arrays by name; float32 masters in the learner, bfloat16 arrays and
-      QTensors in the sampler.
+      QTensors in the sampler, or qtensor.Layers where kernels read them.
     quantized: QTensors by name for the masters that run quantized.
     precisions: MatmulPrecision by name, or None for bfloat16.
     key: of gradients that are rounded stochastically; None where none are.
@@ -92,7 +92,7 @@ def _product(x, weights, name, group_sizes, xq):
   w, precision = weights.params[name], weights.precisions[name]
   if precision is None:
     return matmul.unquantized_matmul(x, w, group_sizes, dtype=x.dtype)
-  if isinstance(w, qtensor.QTensor):
+  if isinstance(w, (qtensor.QTensor, qtensor.Layer)):
     w, wq, key = None, w, None
   else:
     wq = weights.quantized[name]

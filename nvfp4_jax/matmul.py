@@ -147,7 +147,7 @@ def quantized_matmul(
     precision: MatmulPrecision,
     *,
     xq: qtensor.QTensor | None = None,
-    wq: qtensor.QTensor | None = None,
+    wq: qtensor.QTensor | qtensor.Layer | None = None,
     key: jax.Array | None = None,
     axis_name: str | None = None,
 ) -> jax.Array:
@@ -163,7 +163,8 @@ def quantized_matmul(
       `wq` is given and no gradient is wanted.
     precision: formats and backward mode.
     xq: Q(x) flattened to `[M, K]`, where the caller has it. No cotangent.
-    wq: Q(w), where the caller quantized it once for many calls. No cotangent.
+    wq: Q(w), where the caller quantized it once for many calls; or a layer of a
+      stack (`kernels.reads_layers`), without `w`. No cotangent.
     key: randomness, where `precision.grad` rounds stochastically and `w` gets a
       gradient, and only there. No cotangent.
     axis_name: mesh axis that splits K. Amax is reduced over it before
@@ -186,7 +187,7 @@ def quantized_grouped_matmul(
     precision: MatmulPrecision,
     *,
     xq: qtensor.QTensor | None = None,
-    wq: qtensor.QTensor | None = None,
+    wq: qtensor.QTensor | qtensor.Layer | None = None,
     key: jax.Array | None = None,
     axis_name: str | None = None,
 ) -> jax.Array:
@@ -255,7 +256,12 @@ def _checked_matmul(
   if w is None and wq is None:
     raise ValueError('Give w, wq or both.')
   ndim = 2 if group_sizes is None else 3
-  k = w.shape[-1] if w is not None else qtensor.num_columns(wq)
+  if isinstance(wq, qtensor.Layer):
+    k = qtensor.num_columns(wq.stack)
+    if group_sizes is not None or (precision and precision.residual):
+      wq = wq.take()
+  else:
+    k = w.shape[-1] if w is not None else qtensor.num_columns(wq)
   if w is not None and w.ndim != ndim:
     raise ValueError(f'w has shape {w.shape}; {ndim} axes are needed.')
   if x.shape[-1] != k:
@@ -291,8 +297,10 @@ def _check_given(name, q, spec, shape):
     return
   if q.format.name != spec.format:
     raise ValueError(f'{name} is {q.format.name}, not {spec.format}.')
+  if shape is None:
+    return
   given = (*q.data.shape[:-1], qtensor.num_columns(q))
-  if shape is not None and given != shape:
+  if given != shape:
     raise ValueError(f'{name} is of shape {given}, not {shape}.')
 
 

@@ -43,6 +43,33 @@ class QTensor:
     return self.data
 
 
+@struct.dataclass
+class Layer:
+  """One matrix of a stack, for kernels that read it where it is.
+
+  In a loop over layers, an index costs nothing, a slice a copy.
+
+  Attributes:
+    stack: `[L, ..., M, K]`.
+    index: int32, which of the L.
+  """
+
+  stack: QTensor
+  index: jax.Array
+
+  @property
+  def format(self) -> formats.Format:
+    """The number format."""
+    return self.stack.format
+
+  def take(self) -> QTensor:
+    """Returns the matrix."""
+    take = lambda leaf: lax.dynamic_index_in_dim(
+        leaf, self.index, keepdims=False
+    )
+    return jax.tree.map(take, self.stack)
+
+
 @jax.jit
 def decode(q: QTensor) -> jax.Array:
   """Returns `code * block_scale`, `[..., M, K]`.

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from unittest import mock
 
 import chex
 import jax
@@ -9,10 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from nvfp4_jax import kernels
 from nvfp4_jax import policy
 from nvfp4_jax import qtensor
 from nvfp4_jax import recipes
 from nvfp4_jax import sampler
+from nvfp4_jax import variants
 from nvfp4_jax.models import config as model_config
 from nvfp4_jax.models import transformer
 
@@ -76,6 +79,35 @@ class GenerateTest(chex.TestCase):
         self.assertEqual(truncated, not ended)
         self.assertEqual(count == SAMPLE.max_new_tokens or ended, True)
         np.testing.assert_array_equal(row[start + count :], sampler.PAD)
+
+  def test_layers_may_be_read_in_their_stack(self):
+    config = dataclasses.replace(CONFIG, num_layers=3)
+    params = transformer.init_params(jax.random.key(0), config)
+    quantizer = policy.Quantizer(
+        variants.vary_policy(
+            recipes.get('nvfp4_final').sampler, variants.Variant(keep_last=0.34)
+        )
+    )
+    paths = transformer.param_paths(config)
+    segments = policy.segments([quantizer.policy], paths)
+    self.assertEqual(segments, (2, 1))
+    tree = policy.quantize_params(
+        quantizer, transformer.stack(params, segments)
+    )
+    args = (config, tree, quantizer, *sampler.pad_prompts(PROMPTS))
+    taken = []
+
+    def reads_layers(wq):
+      taken.append(wq)
+      return wq.data.ndim == 3
+
+    want = sampler.generate(*args, jax.random.key(0), SAMPLE)
+    jax.clear_caches()
+    with mock.patch.object(kernels, 'reads_layers', reads_layers):
+      got = sampler.generate(*args, jax.random.key(0), SAMPLE)
+    jax.clear_caches()
+    self.assertNotEmpty(taken)
+    chex.assert_trees_all_equal(got, want)
 
   def test_logprobs_are_those_of_the_sampling_distribution(self):
     for temperature in (1.0, 0.7):

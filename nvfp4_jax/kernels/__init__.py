@@ -131,7 +131,7 @@ def implementations(
 
 def scaled_matmul(
     x: jax.Array | qtensor.QTensor,
-    wq: qtensor.QTensor,
+    wq: qtensor.QTensor | qtensor.Layer,
     group_sizes: jax.Array | None = None,
     *,
     implementation: Implementation | None = None,
@@ -148,10 +148,11 @@ def scaled_matmul(
     x: quantized `[M, K]`, or bfloat16.
     wq: quantized `[N, K]`, or `[E, N, K]` with `group_sizes`.
     group_sizes: `[E]` int32 or None.
-    implementation: 'reference', also for None, or 'triton', without groups: on
-      Hopper with nvfp4 weights, made so that a row's bits do not depend on how
-      many rows there are; on Blackwell, where it has been compiled but not run,
-      with both operands nvfp4 or both mxfp8. Each adds in an order of its own.
+    implementation: 'reference', 'triton', or None to choose. 'triton' has no
+      groups and adds in an order of its own. On Hopper, with nvfp4 weights and
+      K a multiple of 128, a row's bits do not depend on how many rows there
+      are, and it is chosen. On Blackwell, where it has been compiled but not
+      run, it takes both operands nvfp4 or both mxfp8, and must be named.
     tile: of 'triton': rows of x and features that a program computes, its
       number of warps and of stages. None for what suits the shape.
 
@@ -160,17 +161,27 @@ def scaled_matmul(
     NotImplementedError: 'triton' cannot run here, or not with these operands.
   """
   _check_choice(implementation, tile)
-  if implementation != 'triton':
-    decoder = decode if implementation is None else qtensor.decode
-    return reference.scaled_matmul(x, wq, group_sizes, decoder)
-  problem = _cannot_run_triton()
-  if problem is not None:
-    raise NotImplementedError(f'scaled_matmul: {problem}.')
-  module = _triton_matmul()
-  problem = module.unsupported(x, wq, group_sizes, _compute_capability())
-  if problem is not None:
-    raise NotImplementedError(f'scaled_matmul: {problem}.')
-  return module.scaled_matmul(x, wq, tile=tile)
+  problem = _why_not_triton(implementation)
+  if problem is None:
+    problem = _why_no_triton_matmul(x, wq, group_sizes, implementation)
+  if _is_triton('scaled_matmul', implementation, problem):
+    return _triton_matmul().scaled_matmul(x, wq, tile=tile)
+  if isinstance(wq, qtensor.Layer):
+    wq = wq.take()
+  decoder = decode if implementation is None else qtensor.decode
+  return reference.scaled_matmul(x, wq, group_sizes, decoder)
+
+
+def reads_layers(wq: qtensor.QTensor) -> bool:
+  """Returns whether matmuls may read a layer `[N, K]` of a stack `[L, N, K]`.
+
+  If so, `scaled_matmul` is to be given `qtensor.Layer`s.
+  """
+  if wq.data.ndim != 3 or _why_not_triton(None) is not None:
+    return False
+  layer = jax.eval_shape(qtensor.Layer(wq, jnp.int32(0)).take)
+  x = jax.ShapeDtypeStruct((1, qtensor.num_columns(wq)), jnp.bfloat16)
+  return _why_no_triton_matmul(x, layer, None, None) is None
 
 
 def scaled_wgrad(
@@ -268,6 +279,17 @@ def _is_triton(function, implementation, problem) -> bool:
     chosen = 'triton' if problem is None else 'reference'
     _log_once(function, chosen, problem)
   return problem is None
+
+
+def _why_no_triton_matmul(x, wq, group_sizes, implementation) -> str | None:
+  """Returns why `scaled_matmul` cannot use Triton, or must not choose it."""
+  module = _triton_matmul()
+  if isinstance(wq, qtensor.Layer):
+    wq = jax.eval_shape(wq.take)
+  problem = module.unsupported(x, wq, group_sizes, _compute_capability())
+  if problem is None and implementation is None:
+    problem = module.WHY_NOT_CHOSEN
+  return problem
 
 
 def _decodes_in_triton(function, q, implementation) -> bool:

@@ -21,6 +21,7 @@ from nvfp4_jax import qtensor
 from nvfp4_jax.kernels import triton_call
 
 CAPABILITIES = (10.0, 10.3, 12.0)
+WHY_NOT_CHOSEN = 'the block-scaled matmul has not been run on a GPU'
 _STEP = {'nvfp4': 256, 'mxfp8': 128}  # columns
 _E2M1 = tl.constexpr('e2m1')
 _E4M3 = tl.constexpr('e4m3')

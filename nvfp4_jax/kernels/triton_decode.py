@@ -42,7 +42,7 @@ def dequantize(q: qtensor.QTensor) -> jax.Array:
 def decode_permuted(q: qtensor.QTensor) -> jax.Array:
   """Returns `permute(decode(q) / UNIT)`, exactly; K is a multiple of STEP."""
   arrays = lax.stop_gradient((q.data, q.block_scale))
-  return triton_call.with_vmap(_call_permuted)(*arrays)
+  return triton_call.with_vmap(call_permuted)(*arrays)
 
 
 def permute(x: jax.Array) -> jax.Array:
@@ -86,7 +86,8 @@ def _call(data, block_scale, global_scale=None):
   return y
 
 
-def _call_permuted(data, block_scale):
+def call_permuted(data: jax.Array, block_scale: jax.Array) -> jax.Array:
+  """Returns `decode_permuted` of codes and scales; without vmap rule."""
   *lead, half = data.shape
   steps = 2 * data.size // STEP
   (y,) = triton_call.call(

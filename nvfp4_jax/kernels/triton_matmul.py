@@ -29,6 +29,7 @@ from nvfp4_jax import qtensor
 from nvfp4_jax.kernels import triton_call
 from nvfp4_jax.kernels import triton_decode
 
+WHY_NOT_CHOSEN = None
 _FEW_ROWS = 128  # up to here, w is decoded in registers
 _PROGRAMS = 256  # of 64 features that fill the 132 processors of an H200
 _FEWEST_STEPS = 4  # of a part
@@ -63,6 +64,8 @@ def unsupported(
     return 'the Triton matmul has no groups'
   if wq.format.name != 'nvfp4':
     return f'the Triton matmul has no {wq.format.name} weights'
+  if wq.global_scale is not None and wq.global_scale.shape[-2] != 1:
+    return 'the Triton matmul has one global scale for all features'
   columns, step = qtensor.num_columns(wq), triton_decode.STEP
   if columns % step:
     return f'K = {columns} is not a multiple of {step}'
@@ -78,23 +81,33 @@ def unsupported(
 @functools.partial(jax.jit, static_argnames='tile')
 def scaled_matmul(
     x: jax.Array | qtensor.QTensor,
-    wq: qtensor.QTensor,
+    wq: qtensor.QTensor | qtensor.Layer,
     *,
     tile: Tile | None = None,
 ) -> jax.Array:
   """Returns `x @ w.T`, float32 `[M, N]`: see `kernels.scaled_matmul`.
 
-  Works under jit and vmap; has no derivative.
+  Works under jit and vmap, also where only `x` has the axis; has no derivative.
 
   Args:
     x: quantized `[M, K]`, or bfloat16; `unsupported` gives None.
-    wq: quantized `[N, K]`, nvfp4.
+    wq: quantized `[N, K]`, nvfp4; of a layer, few rows read it where it is.
     tile: what a program computes; None for what suits the shape.
   """
-  scale = jnp.ones((1, 1)) if wq.global_scale is None else wq.global_scale
-  if getattr(x, 'global_scale', None) is not None:
-    scale = exact.multiply(x.global_scale, scale)
-  x, wq, scale = lax.stop_gradient((x, wq, scale))
+  rows = x.shape[0] if isinstance(x, jax.Array) else x.data.shape[0]
+  if isinstance(wq, qtensor.Layer) and rows <= _FEW_ROWS:
+    stack, index = wq.stack, wq.index
+    w_scale = stack.global_scale
+    w_scale = None if w_scale is None else w_scale[index]
+  else:
+    wq = wq.take() if isinstance(wq, qtensor.Layer) else wq
+    stack, index = jax.tree.map(lambda leaf: leaf[None], wq), jnp.int32(0)
+    w_scale = wq.global_scale
+  scale = jnp.ones((1, 1)) if w_scale is None else w_scale
+  x_scale = getattr(x, 'global_scale', None)
+  if x_scale is not None:
+    scale = exact.multiply(x_scale, scale)
+  x, stack, scale = lax.stop_gradient((x, stack, scale))
   unit = triton_decode.UNIT  # of the sums
   if isinstance(x, jax.Array):
     x = triton_decode.permute(x)
@@ -102,14 +115,37 @@ def scaled_matmul(
     x, unit = triton_decode.decode_permuted(x), triton_decode.UNIT**2
   else:
     x = triton_decode.permute(qtensor.decode(x))
-  scale = jnp.broadcast_to(scale, (x.shape[0], 1))
-  if x.shape[0] <= _FEW_ROWS:
-    few = functools.partial(_few, unit=unit, tile=tile)
-    arrays = (x, wq.data, wq.block_scale, scale)
-    return triton_call.with_vmap_loop(few)(*arrays)
-  many = functools.partial(_many, unit=unit, tile=tile)
-  w = triton_decode.decode_permuted(wq)
-  return triton_call.with_vmap_loop(many)(x, w, scale)
+  scale = jnp.broadcast_to(scale, (rows, 1))
+  multiply = functools.partial(
+      _few if rows <= _FEW_ROWS else _many, unit=unit, tile=tile
+  )
+  arrays = (x, scale, index, stack.data, stack.block_scale)
+  return _with_vmap(multiply)(*arrays)
+
+
+def _with_vmap(multiply):
+  """Returns `multiply`; under vmap, axes of stacks of weights become one.
+
+  It takes x `[..., M, K]`, scale `[..., M, 1]`, index `[...]` and stacks `[S,
+  N, ...]` of codes and block scales, and gives `[..., M, N]`.
+  """
+  run = jax.custom_batching.custom_vmap(multiply)
+
+  @run.def_vmap
+  def _(lanes, batched, *arrays):
+    wide = lambda a, flag: a if flag else jnp.broadcast_to(a, (lanes, *a.shape))
+    x, scale, index = map(wide, arrays[:3], batched[:3])
+    data, block_scale = arrays[3:]
+    if any(batched[3:]):
+      data, block_scale = map(wide, arrays[3:], batched[3:])
+      first = jnp.arange(lanes, dtype=jnp.int32) * data.shape[1]
+      index += first.reshape(-1, *[1] * (index.ndim - 1))
+      data, block_scale = (
+          a.reshape(-1, *a.shape[2:]) for a in (data, block_scale)
+      )
+    return run(x, scale, index, data, block_scale), True
+
+  return run
 
 
 def num_parts(n: int, k: int) -> int:
@@ -124,9 +160,9 @@ def num_parts(n: int, k: int) -> int:
   return parts
 
 
-def _few(x, data, block_scale, scale, *, unit, tile):
-  """Returns `[M, N]`; columns of `x` are permuted, `scale` is `[M, 1]`."""
-  (m, k), n = x.shape, data.shape[0]
+def _few(x, scale, index, data, block_scale, *, unit, tile):
+  """See `_with_vmap`; columns of `x` are permuted."""
+  (*lead, m, k), n = x.shape, data.shape[1]
   parts = num_parts(n, k)
   if tile is None:
     rows = max(triton.next_power_of_2(m), 16)
@@ -134,44 +170,51 @@ def _few(x, data, block_scale, scale, *, unit, tile):
   tile = Tile(*tile)
   y = _call(
       nvfp4_matmul,
-      (x, data, block_scale, scale.reshape(-1)),
-      (parts, m, n),
-      (triton.cdiv(m, tile.rows), triton.cdiv(n, tile.features), parts),
+      (x, data, block_scale, scale, index),
+      (*lead, parts, m, n),
+      index.size * parts,
       tile,
       K=k,
       PARTS=parts,
       UNIT=unit,
+      INDEXED=data.shape[0] > 1,
   )
   if parts == 1:
-    return y[0]
-  total = y[0]
+    return y[..., 0, :, :]
+  total = y[..., 0, :, :]
   for part in range(1, parts):
-    total += y[part]
+    total += y[..., part, :, :]
   return (total * unit) * scale
 
 
-def _many(x, w, scale, *, unit, tile):
-  """Returns `[M, N]`; columns of `x` and of bfloat16 `w` are permuted."""
-  (m, k), n = x.shape, w.shape[0]
-  tile = Tile(128, 128, 8, 4) if tile is None else Tile(*tile)
-  grid = (triton.cdiv(m, tile.rows), triton.cdiv(n, tile.features))
-  arrays = (x, w, scale.reshape(-1))
-  parts = num_parts(n, k)
+def _many(x, scale, index, data, block_scale, *, unit, tile):
+  """See `_with_vmap`; columns of `x` are permuted."""
+  (*lead, m, k), n = x.shape, data.shape[1]
+  w = triton_decode.call_permuted(data, block_scale)
   return _call(
-      bfloat16_matmul, arrays, (m, n), grid, tile, K=k, PARTS=parts, UNIT=unit
+      bfloat16_matmul,
+      (x, w, scale, index),
+      (*lead, m, n),
+      index.size,
+      Tile(128, 128, 8, 4) if tile is None else Tile(*tile),
+      K=k,
+      PARTS=num_parts(n, k),
+      UNIT=unit,
+      INDEXED=data.shape[0] > 1,
   )
 
 
-def _call(kernel, arrays, shape, grid, tile, **static):
+def _call(kernel, arrays, shape, depth, tile, **static):
+  m, n = shape[-2:]
   (y,) = triton_call.call(
       kernel,
       *arrays,
       out_shape=[jax.ShapeDtypeStruct(shape, jnp.float32)],
-      grid=grid,
+      grid=(triton.cdiv(m, tile.rows), triton.cdiv(n, tile.features), depth),
       num_warps=tile.warps,
       num_stages=tile.stages,
-      M=shape[-2],
-      N=shape[-1],
+      M=m,
+      N=n,
       ROWS=tile.rows,
       FEATURES=tile.features,
       **static,
@@ -188,24 +231,28 @@ def _store(y_ptr, y, token, feature, M, N):
 
 @triton.jit
 def nvfp4_matmul(
-    x_ptr, codes_ptr, scale_ptr, outer_ptr, y_ptr,
+    x_ptr, codes_ptr, scale_ptr, outer_ptr, index_ptr, y_ptr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr,
-    UNIT: tl.constexpr, ROWS: tl.constexpr, FEATURES: tl.constexpr,
+    UNIT: tl.constexpr, INDEXED: tl.constexpr,
+    ROWS: tl.constexpr, FEATURES: tl.constexpr,
 ):  # fmt: skip
-  """Writes the sums of parts `[PARTS, M, N]`, or y if there is but one.
+  """Writes the sums of parts `[B, PARTS, M, N]`, or y if there is but one.
 
-  x has its columns in the order of `permute`. Sums mean UNIT times as much.
+  Of x `[B, M, K]`, whose columns are in the order of `permute`; the b-th meets
+  the matrix `index[b]` of a stack. Sums mean UNIT times as much.
   """
   token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
   feature = tl.program_id(1) * FEATURES + tl.arange(0, FEATURES)
-  part = tl.program_id(2)
+  lane, part = tl.program_id(2) // PARTS, tl.program_id(2) % PARTS
+  matrix = tl.load(index_ptr + lane).to(tl.int64) if INDEXED else 0
   # Features beyond the last repeat it, and are not stored.
-  w_row = tl.minimum(feature, N - 1).to(tl.int64)[:, None]
+  w_row = (matrix * N + tl.minimum(feature, N - 1).to(tl.int64))[:, None]
   words_ptr = codes_ptr.to(tl.pointer_type(tl.uint32), bitcast=True)
   words_ptr += w_row * (K // 8) + tl.arange(0, 16)[None, :]
   scale_ptr = scale_ptr.to(tl.pointer_type(tl.uint8), bitcast=True)
   scale_ptr += w_row * (K // 16) + tl.arange(0, 8)[None, :]
-  x_ptr += token[None, :].to(tl.int64) * K + tl.arange(0, 128)[:, None]
+  x_row = lane.to(tl.int64) * M + token
+  x_ptr += x_row[None, :] * K + tl.arange(0, 128)[:, None]
   live = (token < M)[None, :]
   steps: tl.constexpr = K // 128 // PARTS
   y = tl.zeros((FEATURES, ROWS), tl.float32)
@@ -216,9 +263,10 @@ def nvfp4_matmul(
     w = triton_decode.decode_words(word, scale)
     y = tl.dot(w, tl.load(x_ptr + column, mask=live, other=0.0), y)
   if PARTS == 1:
-    outer = tl.load(outer_ptr + token, mask=token < M, other=0.0)
+    outer = tl.load(outer_ptr + x_row, mask=token < M, other=0.0)
     y = (y * UNIT) * outer[None, :]
-  _store(y_ptr + part.to(tl.int64) * M * N, y, token, feature, M, N)
+  at = tl.program_id(2).to(tl.int64) * M * N
+  _store(y_ptr + at, y, token, feature, M, N)
 
 
 @triton.jit
@@ -236,11 +284,12 @@ def _bfloat16_part(x_row, w_row, first, steps: tl.constexpr):
 
 @triton.jit
 def bfloat16_matmul(
-    x_ptr, w_ptr, outer_ptr, y_ptr,
+    x_ptr, w_ptr, outer_ptr, index_ptr, y_ptr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr,
-    UNIT: tl.constexpr, ROWS: tl.constexpr, FEATURES: tl.constexpr,
+    UNIT: tl.constexpr, INDEXED: tl.constexpr,
+    ROWS: tl.constexpr, FEATURES: tl.constexpr,
 ):  # fmt: skip
-  """Writes y `[M, N]`; columns of x and w are in the order of `permute`."""
+  """Writes y `[B, M, N]`; columns of x and w are in the order of `permute`."""
   # Programs that run together share rows of both operands: groups of eight.
   rows, columns = tl.cdiv(M, ROWS), tl.cdiv(N, FEATURES)
   program = tl.program_id(1) * rows + tl.program_id(0)
@@ -249,12 +298,16 @@ def bfloat16_matmul(
   )
   token = row_tile * ROWS + tl.arange(0, ROWS)
   feature = column_tile * FEATURES + tl.arange(0, FEATURES)
-  x_row = tl.minimum(token, M - 1).to(tl.int64)[None, :]
-  w_row = tl.minimum(feature, N - 1).to(tl.int64)[:, None]
+  lane = tl.program_id(2)
+  matrix = tl.load(index_ptr + lane).to(tl.int64) if INDEXED else 0
+  row = lane.to(tl.int64) * M  # the lane's first
+  x_row = (row + tl.minimum(token, M - 1))[None, :]
+  w_row = (matrix * N + tl.minimum(feature, N - 1).to(tl.int64))[:, None]
   steps: tl.constexpr = K // 64 // PARTS
   total = _bfloat16_part(x_ptr + x_row * K, w_ptr + w_row * K, 0, steps)
   for part in range(1, PARTS):
     first = part * steps
     total += _bfloat16_part(x_ptr + x_row * K, w_ptr + w_row * K, first, steps)
-  outer = tl.load(outer_ptr + token, mask=token < M, other=0.0)
+  outer = tl.load(outer_ptr + row + token, mask=token < M, other=0.0)
+  y_ptr += row * N
   _store(y_ptr, (total * UNIT) * outer[None, :], token, feature, M, N)

@@ -17,6 +17,7 @@ from jax import lax
 import jax.numpy as jnp
 
 from nvfp4_jax import exact
+from nvfp4_jax import kernels
 from nvfp4_jax import kv_cache
 from nvfp4_jax import layers
 from nvfp4_jax import matmul
@@ -343,7 +344,7 @@ def _run(
   rope = _rope(config, tokens, positions, cache)
   kv_spec = kv_cache.SPECS[quantizer.policy.kv_cache]
   x = embedded = layers.embed(tokens, params['embed_tokens'], config.dtype)
-  layer, all_experts, all_noted = jnp.int32(0), [], []
+  layer, first, all_experts, all_noted = jnp.int32(0), 0, [], []
   for i, (segment, precisions) in enumerate(
       zip(params['layers'], all_precisions, strict=True)
   ):
@@ -353,9 +354,16 @@ def _run(
       length = segment['mlp.gate'].shape[0]
       replayed, expert_ids = expert_ids[:length], expert_ids[length:]
 
-    def body(carry, weights, precisions=precisions):
+    stacks = {} if cache is None else _stacks(segment)
+    segment = {k: v for k, v in segment.items() if k not in stacks}
+
+    def body(carry, weights, precisions=precisions, stacks=stacks, first=first):
       x, cache, layer = carry
       params, quantized, experts = weights
+      params |= {
+          name: qtensor.Layer(stack, layer - first)
+          for name, stack in stacks.items()
+      }
       key = policy.fold_in(quantizer, layer).key
       noted = None if taps is None else collections.OrderedDict()
       weights = layers.LayerWeights(params, quantized, precisions, key, noted)
@@ -375,6 +383,7 @@ def _run(
         (x, cache, layer),
         (segment, segment_q, replayed),
     )
+    first += jax.tree.leaves(segment)[0].shape[0]
     all_noted.append(noted)
     if experts is not None:
       all_experts.append(experts)
@@ -451,6 +460,12 @@ def _rope(config, tokens, positions, cache):
 
 def _qtensors(segment):
   return {k: v for k, v in segment.items() if isinstance(v, qtensor.QTensor)}
+
+
+def _stacks(segment):
+  """Returns the QTensors that matmuls read in the stack, layer by layer."""
+  qtensors = _qtensors(segment)
+  return {k: v for k, v in qtensors.items() if kernels.reads_layers(v)}
 
 
 def _holds_qtensors(params):

@@ -40,6 +40,7 @@ _TYPES = {
     'outer_ptr': '*fp32',
     'y_ptr': '*fp32',
     'global_ptr': '*fp32',
+    'index_ptr': '*i32',
     'x_scale_ptr': '*u8',
     'w_ptr': '*u8',
     'w_scale_ptr': '*u8',
@@ -50,7 +51,7 @@ _ROWS = _SHAPE | dict(
 )
 _FOUR = _ROWS | dict(E=256, FOUR=True, MSE=True)
 _MX = _SHAPE | dict(FP8=True, SQUARES=False, ROWS=4, BLOCKS=64)
-_TILE = dict(N=4096, K=4096, PARTS=2, UNIT=128)
+_TILE = dict(N=4096, K=4096, PARTS=2, UNIT=128, INDEXED=False)
 _FEW = _TILE | dict(M=16, ROWS=16, FEATURES=64)
 _MANY = _TILE | dict(M=2048, ROWS=128, FEATURES=128)
 _DECODE = dict(WORDS=1 << 20, PER_SCALE=512, BLOCK=512)

@@ -77,14 +77,49 @@ class TritonMatmulTest(chex.TestCase):
     wq = quantization.quantize(w, _TENSOR)
     self.assertTrue(np.isnan(_scaled_matmul(triton_matmul, x, wq)).all())
 
-  def test_vmap(self):
-    x, w = cases.operands(6, 64, 128)
-    x, wq = x.reshape(3, 2, 128), quantization.quantize(w, _TENSOR)
+  @parameterized.product(
+      rows=(2, 130),  # few and many
+      axes=((0, None), (None, 0), (0, 0)),
+  )
+  def test_vmap(self, rows, axes):
+    x, w = cases.operands(3 * rows, 3 * 64, 128)
+    x, w = x.reshape(3, rows, 128), w.reshape(3, 64, 128)
+    wq = quantization.quantize(w, _TENSOR)
+    take = lambda tree, i: jax.tree.map(lambda leaf: leaf[i], tree)
+    lanes = [
+        take(tree, 0) if axis is None else tree
+        for tree, axis in zip((x, wq), axes, strict=True)
+    ]
     with interpreter.installed():
-      one = lambda x: triton_matmul.scaled_matmul(x, wq)
-      y = jax.vmap(one)(x)
-      want = [one(x[i]) for i in range(3)]
-    np.testing.assert_array_equal(y, want)
+      y = jax.vmap(triton_matmul.scaled_matmul, axes)(*lanes)
+      for i in range(3):
+        one = [
+            take(tree, 0 if axis is None else i)
+            for tree, axis in zip((x, wq), axes, strict=True)
+        ]
+        np.testing.assert_array_equal(y[i], triton_matmul.scaled_matmul(*one))
+
+  def test_vmap_of_vmap(self):
+    x, w = cases.operands(12, 4 * 64, 128)
+    x, w = x.reshape(2, 2, 3, 128), w.reshape(2, 2, 64, 128)
+    wq = quantization.quantize(w, _TENSOR)
+    with interpreter.installed():
+      y = jax.vmap(jax.vmap(triton_matmul.scaled_matmul))(x, wq)
+      for i, j in np.ndindex(2, 2):
+        take = lambda leaf, i=i, j=j: leaf[i, j]
+        want = triton_matmul.scaled_matmul(x[i, j], jax.tree.map(take, wq))
+        np.testing.assert_array_equal(y[i, j], want)
+
+  @parameterized.parameters(2, 130)
+  def test_layer_of_a_stack(self, rows):
+    x, w = cases.operands(rows, 3 * 64, 128)
+    wq = quantization.quantize(w.reshape(3, 64, 128), _TENSOR)
+    with interpreter.installed():
+      for i in range(3):
+        layer = qtensor.Layer(wq, jnp.int32(i))
+        got = jax.jit(triton_matmul.scaled_matmul)(x, layer)
+        want = triton_matmul.scaled_matmul(x, layer.take())
+        np.testing.assert_array_equal(got, want)
 
   @parameterized.parameters(
       (14336, 4096, 2), (4096, 4096, 4), (64, 128, 1), (64, 1024, 2)
