@@ -350,7 +350,9 @@ def _fwd(x, w, xq, wq, group_sizes, key, static):
     xq, wq = residuals.extend(
         x, xq, wq, precision.lhs, precision.rhs, precision.residual, group_sizes
     )
-  y = _as(kernels.scaled_matmul(xq, wq, group_sizes), static.x_dtype)
+  rounded = jnp.bfloat16 if static.x_dtype == jnp.bfloat16 else jnp.float32
+  y = kernels.scaled_matmul(xq, wq, group_sizes, dtype=rounded)
+  y = _as(y, static.x_dtype)
   if precision.backward == 'high_precision':
     return y, (x, w, group_sizes, None)
   if precision.backward == 'dequantized':

@@ -3,9 +3,9 @@
 Shapes: `x` is `[M, K]`, `w` is `[N, K]` (contraction axis last), `y` and `dy`
 are `[M, N]`. With `group_sizes` `[E]` int32, `w` is `[E, N, K]` and the rows of
 `x` are sorted by group: the first `group_sizes[0]` rows meet `w[0]`, and so on;
-groups may be empty, and rows after the last group give zeros. All results are
-float32 and not yet rounded; operands that are not quantized are bfloat16, or
-float32 where the model asks for it.
+groups may be empty, and rows after the last group give zeros. Results are
+float32 and not yet rounded, where nothing else is asked for; operands that are
+not quantized are bfloat16, or float32 where the model asks for it.
 
 `implementation` names a backend, and then nothing else is used: where it cannot
 serve, NotImplementedError says why. None chooses one when the call is traced,
@@ -21,6 +21,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
+from nvfp4_jax import exact
 from nvfp4_jax import qtensor
 from nvfp4_jax import quantization
 from nvfp4_jax.kernels import reference
@@ -134,20 +135,22 @@ def scaled_matmul(
     wq: qtensor.QTensor | qtensor.Layer,
     group_sizes: jax.Array | None = None,
     *,
+    dtype: jax.typing.DTypeLike = jnp.float32,
     implementation: Implementation | None = None,
     tile: tuple[int, int, int, int] | None = None,
 ) -> jax.Array:
-  """Returns `x @ w.T`, float32 `[M, N]`, of quantized operands.
+  """Returns `x @ w.T` `[M, N]` of quantized operands.
 
   Codes times block scales are multiplied exactly, as bfloat16, and added in
   float32; the product of the global scales, f32(D_x * D_w), is applied to the
-  sum. fp8_block has float32 block scales: both operands are then float32, and
-  so are products.
+  sum, which is rounded to `dtype` at last. fp8_block has float32 block scales:
+  both operands are then float32, and so are products.
 
   Args:
     x: quantized `[M, K]`, or bfloat16.
     wq: quantized `[N, K]`, or `[E, N, K]` with `group_sizes`.
     group_sizes: `[E]` int32 or None.
+    dtype: of the result: float32, or bfloat16.
     implementation: 'reference', 'triton', or None to choose. 'triton' has no
       groups and adds in an order of its own. On Hopper, with nvfp4 weights and
       K a multiple of 128, a row's bits do not depend on how many rows there
@@ -165,11 +168,12 @@ def scaled_matmul(
   if problem is None:
     problem = _why_no_triton_matmul(x, wq, group_sizes, implementation)
   if _is_triton('scaled_matmul', implementation, problem):
-    return _triton_matmul().scaled_matmul(x, wq, tile=tile)
+    return _triton_matmul().scaled_matmul(x, wq, dtype=dtype, tile=tile)
   if isinstance(wq, qtensor.Layer):
     wq = wq.take()
   decoder = decode if implementation is None else qtensor.decode
-  return reference.scaled_matmul(x, wq, group_sizes, decoder)
+  y = reference.scaled_matmul(x, wq, group_sizes, decoder)
+  return exact.to_bfloat16(y) if jnp.dtype(dtype) == jnp.bfloat16 else y
 
 
 def reads_layers(wq: qtensor.QTensor) -> bool:

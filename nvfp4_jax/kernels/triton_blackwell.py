@@ -71,15 +71,20 @@ def unsupported(
 
 
 def scaled_matmul(
-    xq: qtensor.QTensor, wq: qtensor.QTensor, *, tile: Tile | None = None
+    xq: qtensor.QTensor,
+    wq: qtensor.QTensor,
+    *,
+    dtype: jax.typing.DTypeLike = jnp.float32,
+    tile: Tile | None = None,
 ) -> jax.Array:
-  """Returns `x @ w.T`, float32 `[M, N]`: see `kernels.scaled_matmul`.
+  """Returns `x @ w.T` `[M, N]`: see `kernels.scaled_matmul`.
 
   Has no derivative and no vmap rule.
 
   Args:
     xq: quantized `[M, K]`; `unsupported` gives None.
     wq: quantized `[N, K]`, of the same format.
+    dtype: float32, or bfloat16 to round to at last.
     tile: what a program computes; None for Tile().
   """
   xq, wq = lax.stop_gradient((xq, wq))
@@ -96,7 +101,7 @@ def scaled_matmul(
       wq.data,
       _bytes(wq.block_scale),
       jnp.broadcast_to(outer, (m, 1)).reshape(-1),
-      out_shape=[jax.ShapeDtypeStruct((m, n), jnp.float32)],
+      out_shape=[jax.ShapeDtypeStruct((m, n), dtype)],
       grid=(triton.cdiv(m, tile.rows), triton.cdiv(n, tile.features)),
       num_warps=tile.warps,
       num_stages=tile.stages,

@@ -78,20 +78,22 @@ def unsupported(
   return None if rows else 'x has no rows'
 
 
-@functools.partial(jax.jit, static_argnames='tile')
+@functools.partial(jax.jit, static_argnames=('dtype', 'tile'))
 def scaled_matmul(
     x: jax.Array | qtensor.QTensor,
     wq: qtensor.QTensor | qtensor.Layer,
     *,
+    dtype: jax.typing.DTypeLike = jnp.float32,
     tile: Tile | None = None,
 ) -> jax.Array:
-  """Returns `x @ w.T`, float32 `[M, N]`: see `kernels.scaled_matmul`.
+  """Returns `x @ w.T` `[M, N]`: see `kernels.scaled_matmul`.
 
   Works under jit and vmap, also where only `x` has the axis; has no derivative.
 
   Args:
     x: quantized `[M, K]`, or bfloat16; `unsupported` gives None.
     wq: quantized `[N, K]`, nvfp4; of a layer, few rows read it where it is.
+    dtype: float32, or bfloat16 to round to at last.
     tile: what a program computes; None for what suits the shape.
   """
   rows = x.shape[0] if isinstance(x, jax.Array) else x.data.shape[0]
@@ -117,7 +119,7 @@ def scaled_matmul(
     x = triton_decode.permute(qtensor.decode(x))
   scale = jnp.broadcast_to(scale, (rows, 1))
   multiply = functools.partial(
-      _few if rows <= _FEW_ROWS else _many, unit=unit, tile=tile
+      _few if rows <= _FEW_ROWS else _many, unit=unit, dtype=dtype, tile=tile
   )
   arrays = (x, scale, index, stack.data, stack.block_scale)
   return _with_vmap(multiply)(*arrays)
@@ -160,7 +162,7 @@ def num_parts(n: int, k: int) -> int:
   return parts
 
 
-def _few(x, scale, index, data, block_scale, *, unit, tile):
+def _few(x, scale, index, data, block_scale, *, unit, dtype, tile):
   """See `_with_vmap`; columns of `x` are permuted."""
   (*lead, m, k), n = x.shape, data.shape[1]
   parts = num_parts(n, k)
@@ -171,7 +173,9 @@ def _few(x, scale, index, data, block_scale, *, unit, tile):
   y = _call(
       nvfp4_matmul,
       (x, data, block_scale, scale, index),
-      (*lead, parts, m, n),
+      jax.ShapeDtypeStruct(
+          (*lead, parts, m, n), dtype if parts == 1 else jnp.float32
+      ),
       index.size * parts,
       tile,
       K=k,
@@ -184,17 +188,18 @@ def _few(x, scale, index, data, block_scale, *, unit, tile):
   total = y[..., 0, :, :]
   for part in range(1, parts):
     total += y[..., part, :, :]
-  return (total * unit) * scale
+  y = (total * unit) * scale
+  return exact.to_bfloat16(y) if dtype == jnp.bfloat16 else y
 
 
-def _many(x, scale, index, data, block_scale, *, unit, tile):
+def _many(x, scale, index, data, block_scale, *, unit, dtype, tile):
   """See `_with_vmap`; columns of `x` are permuted."""
   (*lead, m, k), n = x.shape, data.shape[1]
   w = triton_decode.call_permuted(data, block_scale)
   return _call(
       bfloat16_matmul,
       (x, w, scale, index),
-      (*lead, m, n),
+      jax.ShapeDtypeStruct((*lead, m, n), dtype),
       index.size,
       Tile(128, 128, 8, 4) if tile is None else Tile(*tile),
       K=k,
@@ -204,12 +209,12 @@ def _many(x, scale, index, data, block_scale, *, unit, tile):
   )
 
 
-def _call(kernel, arrays, shape, depth, tile, **static):
-  m, n = shape[-2:]
+def _call(kernel, arrays, out_shape, depth, tile, **static):
+  m, n = out_shape.shape[-2:]
   (y,) = triton_call.call(
       kernel,
       *arrays,
-      out_shape=[jax.ShapeDtypeStruct(shape, jnp.float32)],
+      out_shape=[out_shape],
       grid=(triton.cdiv(m, tile.rows), triton.cdiv(n, tile.features), depth),
       num_warps=tile.warps,
       num_stages=tile.stages,
@@ -226,6 +231,7 @@ def _call(kernel, arrays, shape, depth, tile, **static):
 def _store(y_ptr, y, token, feature, M, N):
   """Stores y `[features, tokens]` to `[M, N]`."""
   at = token[None, :].to(tl.int64) * N + feature[:, None]
+  y = y.to(y_ptr.dtype.element_ty)
   tl.store(y_ptr + at, y, mask=(token < M)[None, :] & (feature < N)[:, None])
 
 

@@ -54,6 +54,16 @@ class TritonMatmulTest(chex.TestCase):
     wq = quantization.quantize(w, _TENSOR)
     self.assert_close(_scaled_matmul(triton_matmul, x, wq), x, wq)
 
+  @parameterized.parameters((5, 64, 128), (5, 70, 1024), (130, 64, 128))
+  def test_result_may_be_bfloat16(self, *shape):  # one part, two, many rows
+    x, w = cases.operands(*shape)
+    wq = quantization.quantize(w, _TENSOR)
+    with interpreter.installed():
+      y = triton_matmul.scaled_matmul(x, wq)
+      rounded = triton_matmul.scaled_matmul(x, wq, dtype=jnp.bfloat16)
+    self.assertEqual(rounded.dtype, jnp.bfloat16)
+    np.testing.assert_array_equal(rounded, y.astype(jnp.bfloat16))
+
   def test_every_code_and_scale_is_decoded_exactly(self):
     # One column of x picks one column of w.
     codes = np.arange(256, dtype=np.uint8)
