@@ -18,7 +18,7 @@ device's kernels of one call ran, as the profiler saw them, gaps not counted.
 others where they are computed 1, 16 or 512 at a time.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 import dataclasses
 import functools
 import importlib
@@ -142,6 +142,24 @@ class Workload:
 
 def main(cfg: Config, log: run.Log) -> None:
   """Logs one row for each candidate of each workload, and prints a table."""
+  workloads = (*_quantizers(cfg), *_matmuls(cfg))
+  measure(cfg, log, workloads, lambda: _rows_of_few_and_many(cfg))
+
+
+def measure(
+    cfg: Config,
+    log: run.Log,
+    workloads: Iterable[Workload],
+    rows_of_bits: Callable[[], Iterable[dict[str, Any]]] = tuple,
+) -> None:
+  """Times a copy and the workloads, logs their rows and prints a table.
+
+  Args:
+    cfg: flags.
+    log: for the rows.
+    workloads: what is timed.
+    rows_of_bits: yields more rows, of the `rows` workloads.
+  """
   log.rewind(0)
   rows: list[dict[str, Any]] = []
 
@@ -152,7 +170,7 @@ def main(cfg: Config, log: run.Log) -> None:
 
   write(_machine(cfg))
   copy = None
-  for workload in (_copy(cfg), *_quantizers(cfg), *_matmuls(cfg)):
+  for workload in (_copy(cfg), *workloads):
     if cfg.only in workload.name or workload.name == 'copy':
       timed = list(_time(cfg, workload, copy))
       if workload.name == 'copy':
@@ -162,7 +180,7 @@ def main(cfg: Config, log: run.Log) -> None:
       for row in timed:
         write(row)
   if cfg.only in 'rows':
-    for row in _rows_of_few_and_many(cfg):
+    for row in rows_of_bits():
       write(row)
   print(_table(rows))
 
@@ -270,7 +288,9 @@ def _differences(result, reference):
   return row
 
 
-def _jax_candidate(name, fn, operands):
+def jax_candidate(
+    name: str, fn: Callable[[Any], Any], operands: list[Any]
+) -> Candidate | tuple[str, Exception]:
   """Returns the candidate that calls `fn` of each operand in one program."""
   try:
     # An operand is an argument of its own: a slice of a stack would be copied.
@@ -318,7 +338,8 @@ def _torch(cfg) -> Any:
   return torch if torch.cuda.is_available() else None
 
 
-def _copies(cfg, nbytes):
+def copies(cfg: Config, nbytes: float) -> int:
+  """Returns how many operands are rotated, each of so many bytes."""
   return max(2, math.ceil(cfg.rotated_bytes / nbytes))
 
 
@@ -334,11 +355,11 @@ def _copy(cfg):
   """Returns the ceiling: reads and writes a large array."""
   shape = cfg.quantized_shape
   nbytes = 2 * math.prod(shape)
-  count = _copies(cfg, nbytes)
+  count = copies(cfg, nbytes)
 
   def candidates():
     xs = [_random(i, shape) for i in range(count)]
-    yield _jax_candidate('xla', jnp.negative, xs)
+    yield jax_candidate('xla', jnp.negative, xs)
     torch = _torch(cfg)
     if torch:
       make = lambda: _torch_random(torch, shape)
@@ -352,7 +373,7 @@ def _copy(cfg):
 def _quantizers(cfg) -> Iterator[Workload]:
   m, k = cfg.quantized_shape
   for name, spec in _QUANTIZERS.items():
-    count = _copies(cfg, 2 * m * k)
+    count = copies(cfg, 2 * m * k)
     x = jax.ShapeDtypeStruct((m, k), jnp.bfloat16)
     out = jax.eval_shape(functools.partial(quantization.quantize, spec=spec), x)
     nbytes = 2.0 * m * k + qtensor.nbytes(out)
@@ -365,7 +386,7 @@ def _quantizer_candidates(cfg, spec, count):
   xs = [_random(i, (m, k)) for i in range(count)]
   for name in cfg.implementations:
     fn = functools.partial(kernels.quantize, spec=spec, implementation=name)
-    yield _jax_candidate(name, fn, xs)
+    yield jax_candidate(name, fn, xs)
   if not cfg.sweep:
     return
   tiles = _TILES
@@ -378,14 +399,14 @@ def _quantizer_candidates(cfg, spec, count):
     fn = functools.partial(
         kernels.quantize, spec=spec, implementation='triton', tile=tile
     )
-    yield _jax_candidate(f'triton {tile}', fn, xs)
+    yield jax_candidate(f'triton {tile}', fn, xs)
 
 
 def _matmuls(cfg) -> Iterator[Workload]:
   m, n, k = cfg.linear
   weights = _weight_bytes(n, k)
   nbytes = weights + _weight_bytes(m, k) + 4.0 * m * n
-  count = _copies(cfg, nbytes)
+  count = copies(cfg, nbytes)
   candidates = functools.partial(_matmul_candidates, cfg, m, n, k, True, count)
   name = f'linear forward W4A4 {m} x {k} -> {n}'
   yield Workload(name, nbytes, 2.0 * m * n * k, count, candidates)
@@ -393,7 +414,7 @@ def _matmuls(cfg) -> Iterator[Workload]:
   weights = _weight_bytes(n, k)
   for m in cfg.decode_rows:
     nbytes = weights + 2.0 * m * k + 4.0 * m * n
-    count = _copies(cfg, nbytes)
+    count = copies(cfg, nbytes)
     candidates = functools.partial(
         _matmul_candidates, cfg, m, n, k, False, count
     )
@@ -412,16 +433,16 @@ def _matmul_candidates(cfg, m, n, k, quantized, count):
   wqs = [quantize(_random(i, (n, k)), spec=_WEIGHTS) for i in range(count)]
   for name in cfg.implementations:
     fn = functools.partial(kernels.scaled_matmul, xq, implementation=name)
-    yield _jax_candidate(name, fn, wqs)
+    yield jax_candidate(name, fn, wqs)
   tiles = _MANY_TILES if m > 32 else _FEW_TILES
   for tile in tiles if cfg.sweep else ():
     fn = functools.partial(
         kernels.scaled_matmul, xq, implementation='triton', tile=tile
     )
-    yield _jax_candidate(f'triton {tile}', fn, wqs)
+    yield jax_candidate(f'triton {tile}', fn, wqs)
   del wqs
   ws = [_random(i, (n, k)) for i in range(count)]
-  yield _jax_candidate('xla bf16', functools.partial(kernels.matmul, x), ws)
+  yield jax_candidate('xla bf16', functools.partial(kernels.matmul, x), ws)
   del ws
   torch = _torch(cfg)
   if torch:

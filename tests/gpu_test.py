@@ -134,6 +134,17 @@ class GpuTest(chex.TestCase):
       self.assertTrue(all(np.isfinite(value) for value in row.values()))
 
 
+# Rows, N, K and sizes of groups.
+_GROUPS = [
+    (75, 64, 128, (17, 0, 33, 5, 20)),
+    (50, 192, 256, (3, 0, 18, 0)),
+    (20, 64, 128, (0, 0)),
+    (1, 64, 128, (0, 1, 0)),
+    (300, 320, 384, (150, 0, 130)),
+    (4096, 512, 512, (0, 300, 1, 800, *([250] * 10), 128, 300)),
+]
+
+
 _quantize = jax.jit(
     kernels.quantize, static_argnames=('spec', 'implementation')
 )
@@ -254,3 +265,91 @@ class TritonTest(chex.TestCase):
     want = multiply(512)
     for rows in (1, 2, 16, 17, 32, 33, 64, 129):
       np.testing.assert_array_equal(multiply(rows), want[:rows])
+
+  def assert_close(self, y, want):
+    # Sums of other order; the tensor cores of Hopper truncate what they add.
+    scale = np.max(np.abs(want))
+    self.assertLessEqual(np.max(np.abs(np.asarray(y) - want)), 2e-5 * scale)
+
+  @parameterized.parameters(*_GROUPS)
+  def test_grouped_matmuls(self, rows, n, k, sizes):
+    x, dy, w, sizes, is_dead = _grouped(rows, n, k, sizes)
+    wq = quantization.quantize(w, _Spec('nvfp4', four_over_six='mse'))
+    xq = quantization.quantize(
+        jnp.where(is_dead, 0, x), _Spec('nvfp4', 'token')
+    )
+    for function, operands in (
+        (kernels.matmul, (x, w)),
+        (kernels.dgrad, (dy, w)),
+        (kernels.wgrad, (dy, x)),
+        (kernels.scaled_matmul, (x, wq)),
+        (kernels.scaled_matmul, (xq, wq)),
+    ):
+      y = np.asarray(function(*operands, sizes, implementation='triton'))
+      want = np.asarray(function(*operands, sizes))
+      self.assert_close(y, want)
+      if function is kernels.wgrad:
+        np.testing.assert_array_equal(y[np.asarray(sizes) == 0], 0)
+      else:
+        np.testing.assert_array_equal(y[np.asarray(is_dead)[:, 0]], 0)
+
+  def test_decoded_experts_give_the_same_sums_every_time(self):
+    # What waits for too little may be right most of the time.
+    x, _, w, sizes, _ = _grouped(*_GROUPS[-1])
+    wq = quantization.quantize(w, _Spec('nvfp4', four_over_six='mse'))
+    multiply = lambda: kernels.scaled_matmul(
+        x, wq, sizes, implementation='triton'
+    )
+    want = np.asarray(multiply())
+    for _ in range(20):
+      np.testing.assert_array_equal(multiply(), want)
+
+  @parameterized.parameters('matmul', 'dgrad', 'W4A16', 'W4A4')
+  def test_bits_of_a_row_do_not_depend_on_its_group(self, name):
+    k, groups = 1024, 4
+    x, w = cases.operands(512, groups * k, k)
+    x = jnp.where(jnp.arange(k) % 97 == 5, 300 * x, x)
+    w = w.reshape(groups, k, k)
+    if name == 'W4A4':
+      x = quantization.quantize(x, _Spec('nvfp4', 'token'))
+    if name in ('W4A16', 'W4A4'):
+      w = quantization.quantize(w, _Spec('nvfp4', four_over_six='mse'))
+    function = {'matmul': kernels.matmul, 'dgrad': kernels.dgrad}.get(
+        name, kernels.scaled_matmul
+    )
+
+    def multiply(sizes):  # the first rows, all of which meet w[2] in `want`
+      rows = jax.tree.map(lambda leaf: leaf[: sum(sizes)], x)
+      sizes = jnp.array(sizes, jnp.int32)
+      return np.asarray(function(rows, w, sizes, implementation='triton'))
+
+    # Of tiles of 16, 32, 64 and 128 tokens.
+    want = multiply([0, 0, 512, 0])
+    for count in (1, 2, 16, 17, 33, 65, 128, 129, 200, 300):
+      y = multiply([0, 0, count, 0])
+      np.testing.assert_array_equal(y, want[:count])
+    y = multiply([100, 7, 393, 12])
+    np.testing.assert_array_equal(y[107:500], want[107:500])
+
+  def test_grouped_matmuls_under_jit_and_vmap(self):
+    x, dy, w, _, _ = _grouped(40, 64, 128, (40, 0))
+    sizes = jnp.array([[7, 33], [40, 0], [0, 12]], jnp.int32)
+    for function, operands in (
+        (kernels.matmul, (x, w)),
+        (kernels.dgrad, (dy, w)),
+        (kernels.wgrad, (dy, x)),
+    ):
+      fn = lambda s, f=function, o=operands: f(*o, s, implementation='triton')
+      y = jax.jit(jax.vmap(fn))(sizes)
+      for lane in range(3):
+        np.testing.assert_array_equal(y[lane], fn(sizes[lane]))
+
+
+def _grouped(rows, n, k, sizes):
+  """Returns x, dy and w, the sizes, and which rows, of NaN, have no group."""
+  groups = len(sizes)
+  x, w = cases.operands(rows, groups * n, k)
+  dy, _ = cases.operands(rows, n, n, seed=1)
+  is_dead = (jnp.arange(rows) >= sum(sizes))[:, None]
+  x, dy = (jnp.where(is_dead, jnp.nan, a) for a in (x, dy))
+  return x, dy, w.reshape(groups, n, k), jnp.array(sizes, jnp.int32), is_dead

@@ -151,11 +151,12 @@ def scaled_matmul(
     wq: quantized `[N, K]`, or `[E, N, K]` with `group_sizes`.
     group_sizes: `[E]` int32 or None.
     dtype: of the result: float32, or bfloat16.
-    implementation: 'reference', 'triton', or None to choose. 'triton' has no
-      groups and adds in an order of its own. On Hopper, with nvfp4 weights and
-      K a multiple of 128, a row's bits do not depend on how many rows there
-      are, and it is chosen. On Blackwell, where it has been compiled but not
-      run, it takes both operands nvfp4 or both mxfp8, and must be named.
+    implementation: 'reference', 'triton', or None to choose. 'triton' adds in
+      an order of its own. On Hopper, with nvfp4 weights and K a multiple of
+      128, a row's bits do not depend on how many rows there are; it is chosen
+      without groups, and must be named with them. On Blackwell, where it has
+      been compiled but not run, it takes both operands nvfp4 or both mxfp8, no
+      groups, and must be named.
     tile: of 'triton': rows of x and features that a program computes, its
       number of warps and of stages. None for what suits the shape.
 
@@ -168,7 +169,9 @@ def scaled_matmul(
   if problem is None:
     problem = _why_no_triton_matmul(x, wq, group_sizes, implementation)
   if _is_triton('scaled_matmul', implementation, problem):
-    return _triton_matmul().scaled_matmul(x, wq, dtype=dtype, tile=tile)
+    module = _triton_matmul() if group_sizes is None else _triton_grouped()
+    groups = () if group_sizes is None else (group_sizes,)
+    return module.scaled_matmul(x, wq, *groups, dtype=dtype, tile=tile)
   if isinstance(wq, qtensor.Layer):
     wq = wq.take()
   decoder = decode if implementation is None else qtensor.decode
@@ -208,28 +211,74 @@ def scaled_wgrad(
 
 
 def matmul(
-    x: jax.Array, w: jax.Array, group_sizes: jax.Array | None = None
+    x: jax.Array,
+    w: jax.Array,
+    group_sizes: jax.Array | None = None,
+    *,
+    implementation: Implementation | None = None,
+    tile: tuple[int, int, int, int] | None = None,
 ) -> jax.Array:
-  """Returns `x @ w.T`, float32 `[M, N]`, of unquantized operands."""
-  return reference.matmul(x, w, group_sizes)
+  """Returns `x @ w.T`, float32 `[M, N]`, of unquantized operands.
+
+  Args:
+    x: `[M, K]`.
+    w: `[N, K]`, or `[E, N, K]` with `group_sizes`.
+    group_sizes: `[E]` int32 or None.
+    implementation: 'reference', also for None, or 'triton', which is for
+      bfloat16 with groups on Hopper. Each adds in an order of its own.
+    tile: of 'triton': rows of x and features that a program computes, its
+      number of warps and of stages. None for what suits the shape.
+
+  Raises:
+    ValueError: another implementation; a tile without 'triton'.
+    NotImplementedError: 'triton' cannot run here, or not with these operands.
+  """
+  _check_choice(implementation, tile)
+  if implementation != 'triton':
+    return reference.matmul(x, w, group_sizes)
+  _check_grouped('matmul', x, w, group_sizes)
+  return _triton_grouped().matmul(x, w, group_sizes, tile=tile)
 
 
 def dgrad(
-    dy: jax.Array, w: jax.Array, group_sizes: jax.Array | None = None
+    dy: jax.Array,
+    w: jax.Array,
+    group_sizes: jax.Array | None = None,
+    *,
+    implementation: Implementation | None = None,
+    tile: tuple[int, int, int, int] | None = None,
 ) -> jax.Array:
-  """Returns `dy @ w`, float32 `[M, K]`, of unquantized operands."""
-  return reference.dgrad(dy, w, group_sizes)
+  """Returns `dy @ w`, float32 `[M, K]`, of unquantized operands: see `matmul`.
+
+  The features of a tile are columns of w.
+  """
+  _check_choice(implementation, tile)
+  if implementation != 'triton':
+    return reference.dgrad(dy, w, group_sizes)
+  _check_grouped('dgrad', dy, w, group_sizes)
+  return _triton_grouped().dgrad(dy, w, group_sizes, tile=tile)
 
 
 def wgrad(
-    dy: jax.Array, x: jax.Array, group_sizes: jax.Array | None = None
+    dy: jax.Array,
+    x: jax.Array,
+    group_sizes: jax.Array | None = None,
+    *,
+    implementation: Implementation | None = None,
+    tile: tuple[int, int, int, int] | None = None,
 ) -> jax.Array:
   """Returns `dy.T @ x`, float32 `[N, K]`, or `[E, N, K]` with `group_sizes`.
 
-  A group's rows are added block by block, so that in a grouped wgrad the order
-  of the sum differs from that of one dot over the group.
+  'reference' adds a group's rows block by block, 'triton' one after the other,
+  so that in a grouped wgrad the order of the sum differs from that of one dot
+  over the group. The rest is as in `matmul`; a tile's first two numbers are
+  columns of x and of dy.
   """
-  return reference.wgrad(dy, x, group_sizes)
+  _check_choice(implementation, tile)
+  if implementation != 'triton':
+    return reference.wgrad(dy, x, group_sizes)
+  _check_grouped('wgrad', dy, x, group_sizes)
+  return _triton_grouped().wgrad(dy, x, group_sizes, tile=tile)
 
 
 def _check_choice(implementation, tile):
@@ -239,6 +288,19 @@ def _check_choice(implementation, tile):
     )
   if tile is not None and implementation != 'triton':
     raise ValueError(f"tile {tile} is of implementation 'triton' only.")
+
+
+def _check_grouped(function, x, w, group_sizes):
+  """Raises NotImplementedError where Triton cannot multiply, and says why."""
+  problem = _cannot_run_triton()
+  if problem is None and group_sizes is None:
+    problem = 'the Triton matmul of unquantized operands has groups only'
+  if problem is None:
+    problem = _triton_grouped().unsupported_bfloat16(
+        x, w, group_sizes, _compute_capability()
+    )
+  if problem is not None:
+    raise NotImplementedError(f'{function}: {problem}.')
 
 
 @functools.cache
@@ -287,7 +349,7 @@ def _is_triton(function, implementation, problem) -> bool:
 
 def _why_no_triton_matmul(x, wq, group_sizes, implementation) -> str | None:
   """Returns why `scaled_matmul` cannot use Triton, or must not choose it."""
-  module = _triton_matmul()
+  module = _triton_matmul() if group_sizes is None else _triton_grouped()
   if isinstance(wq, qtensor.Layer):
     wq = jax.eval_shape(wq.take)
   problem = module.unsupported(x, wq, group_sizes, _compute_capability())
@@ -332,6 +394,12 @@ def _triton_matmul() -> types.ModuleType:
 
   is_blackwell = _compute_capability() in triton_blackwell.CAPABILITIES
   return triton_blackwell if is_blackwell else triton_matmul
+
+
+def _triton_grouped() -> types.ModuleType:
+  from nvfp4_jax.kernels import triton_grouped
+
+  return triton_grouped
 
 
 @functools.cache

@@ -1,8 +1,8 @@
 """Decoders of NVFP4 in Triton: codes and scales in, bfloat16 values out.
 
 Compute capability 9.0 and up. A thread takes words of eight codes, which have
-one block scale. `decode_words` is for kernels that decode in registers; the
-columns that it gives are in the order of `permute`.
+one block scale. `decode_64` is for kernels that decode in registers; columns are
+then in the order of `permute`.
 """
 
 import jax
@@ -15,7 +15,7 @@ from nvfp4_jax import qtensor
 from nvfp4_jax.kernels import triton_call
 
 STEP = 128  # columns that `permute` keeps together
-UNIT = 128  # what `decode_permuted` and `decode_words` divide by
+UNIT = 128  # what `decode_permuted` and `decode_64` divide by
 _WORDS = 512  # of a program
 _STEPS = 32
 
@@ -43,6 +43,22 @@ def decode_permuted(q: qtensor.QTensor) -> jax.Array:
   """Returns `permute(decode(q) / UNIT)`, exactly; K is a multiple of STEP."""
   arrays = lax.stop_gradient((q.data, q.block_scale))
   return triton_call.with_vmap(call_permuted)(*arrays)
+
+
+def left_operand(x: jax.Array | qtensor.QTensor) -> tuple[jax.Array, int]:
+  """Returns bfloat16 `[M, K]` with permuted columns, and the unit of sums.
+
+  Sums of its products with what `decode_64` gives mean so many times as much.
+
+  Args:
+    x: bfloat16, or quantized, and not to fp8_block.
+  """
+  x = lax.stop_gradient(x)
+  if isinstance(x, jax.Array):
+    return permute(x), UNIT
+  if x.format.name == 'nvfp4':
+    return decode_permuted(x), UNIT**2
+  return permute(qtensor.decode(x)), UNIT
 
 
 def permute(x: jax.Array) -> jax.Array:
@@ -104,6 +120,14 @@ def call_permuted(data: jax.Array, block_scale: jax.Array) -> jax.Array:
 
 
 @triton.jit
+def word_scale(scale):
+  """Returns what `decode_64` takes of bytes of E4M3 `[F, 8]`: of each word."""
+  scale = scale.to(tl.float8e4nv, bitcast=True).to(tl.float32) * 2.0**119
+  scale = tl.broadcast_to(scale[:, :, None], (scale.shape[0], 8, 2))
+  return tl.reshape(scale, (scale.shape[0], 16)).to(tl.bfloat16)
+
+
+@triton.jit
 def _decode_place(word, scale, PLACE: tl.constexpr):
   """Returns bfloat16 code * scale / 2^7 at PLACE and PLACE + 4, exactly.
 
@@ -118,27 +142,25 @@ def _decode_place(word, scale, PLACE: tl.constexpr):
 
 
 @triton.jit
-def decode_words(word, scale):
-  """Returns bfloat16 code * scale / 2^7 `[F, 8 W]` in the order of `permute`.
+def decode_64(word, scale, HALF: tl.constexpr):
+  """Returns half of code * scale / 2^7, bfloat16 `[F, 64]`.
+
+  Columns are in the order of `permute`; a register of each thread stays there.
+
+  For a dot whose left operand stays in registers, take both halves, one dot
+  after the other: the second runs on while the next step decodes for the first,
+  and is waited for there. One dot of 128 columns would run on while the
+  registers of its own operand are written anew (Triton 3.6, its issue 9433).
 
   Args:
-    word: uint32 `[F, W]`, eight codes each.
-    scale: bytes of E4M3 `[F, W / 2]`.
+    word: uint32 `[F, 16]`, eight codes each.
+    scale: `word_scale` of their block scales.
+    HALF: 0 for the first half of 128 columns, 1 for the second.
   """
-  scale = scale.to(tl.float8e4nv, bitcast=True).to(tl.float32) * 2.0**119
-  pairs: tl.constexpr = (scale.shape[0], scale.shape[1], 2)
-  scale = tl.broadcast_to(scale[:, :, None], pairs)
-  scale = tl.reshape(scale, word.shape).to(tl.bfloat16)
-  low0, high0 = _decode_place(word, scale, 0)
-  low1, high1 = _decode_place(word, scale, 1)
-  low2, high2 = _decode_place(word, scale, 2)
-  low3, high3 = _decode_place(word, scale, 3)
-  # Axes: feature, word, high, and the place's bits. They cost nothing: a thread
-  # keeps what it has.
-  even = tl.join(tl.join(low0, high0), tl.join(low1, high1))
-  odd = tl.join(tl.join(low2, high2), tl.join(low3, high3))
-  w = tl.permute(tl.join(even, odd), (0, 4, 3, 2, 1))
-  return tl.reshape(w, (word.shape[0], 8 * word.shape[1]))
+  low, high = _decode_place(word, scale, 2 * HALF)
+  next_low, next_high = _decode_place(word, scale, 2 * HALF + 1)
+  w = tl.join(tl.join(low, next_low), tl.join(high, next_high))
+  return tl.reshape(tl.permute(w, (0, 2, 3, 1)), (w.shape[0], 64))
 
 
 @triton.jit
@@ -153,9 +175,10 @@ def nvfp4_decode_permuted(
   at = step * 16 + tl.arange(0, 16)[None, :]
   word = tl.load(codes_ptr + at, mask=live, other=0)
   at = step * 8 + tl.arange(0, 8)[None, :]
-  scale = tl.load(scale_ptr + at, mask=live, other=0)
-  at = step * 128 + tl.arange(0, 128)[None, :]
-  tl.store(y_ptr + at, decode_words(word, scale), mask=live)
+  scale = word_scale(tl.load(scale_ptr + at, mask=live, other=0))
+  at = step * 128 + tl.arange(0, 64)[None, :]
+  tl.store(y_ptr + at, decode_64(word, scale, 0), mask=live)
+  tl.store(y_ptr + (at + 64), decode_64(word, scale, 1), mask=live)
 
 
 @triton.jit

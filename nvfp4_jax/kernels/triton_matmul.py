@@ -109,14 +109,8 @@ def scaled_matmul(
   x_scale = getattr(x, 'global_scale', None)
   if x_scale is not None:
     scale = exact.multiply(x_scale, scale)
-  x, stack, scale = lax.stop_gradient((x, stack, scale))
-  unit = triton_decode.UNIT  # of the sums
-  if isinstance(x, jax.Array):
-    x = triton_decode.permute(x)
-  elif x.format.name == 'nvfp4':
-    x, unit = triton_decode.decode_permuted(x), triton_decode.UNIT**2
-  else:
-    x = triton_decode.permute(qtensor.decode(x))
+  stack, scale = lax.stop_gradient((stack, scale))
+  x, unit = triton_decode.left_operand(x)
   scale = jnp.broadcast_to(scale, (rows, 1))
   multiply = functools.partial(
       _few if rows <= _FEW_ROWS else _many, unit=unit, dtype=dtype, tile=tile
@@ -258,16 +252,17 @@ def nvfp4_matmul(
   scale_ptr = scale_ptr.to(tl.pointer_type(tl.uint8), bitcast=True)
   scale_ptr += w_row * (K // 16) + tl.arange(0, 8)[None, :]
   x_row = lane.to(tl.int64) * M + token
-  x_ptr += x_row[None, :] * K + tl.arange(0, 128)[:, None]
+  x_ptr += x_row[None, :] * K + tl.arange(0, 64)[:, None]
   live = (token < M)[None, :]
   steps: tl.constexpr = K // 128 // PARTS
   y = tl.zeros((FEATURES, ROWS), tl.float32)
   for step in range(steps):
     column = (part * steps + step) * 128
     word = tl.load(words_ptr + column // 8)
-    scale = tl.load(scale_ptr + column // 16)
-    w = triton_decode.decode_words(word, scale)
-    y = tl.dot(w, tl.load(x_ptr + column, mask=live, other=0.0), y)
+    scale = triton_decode.word_scale(tl.load(scale_ptr + column // 16))
+    for half in tl.static_range(2):  # for the reason that `decode_64` gives
+      x = tl.load(x_ptr + (column + 64 * half), mask=live, other=0.0)
+      y = tl.dot(triton_decode.decode_64(word, scale, half), x, y)
   if PARTS == 1:
     outer = tl.load(outer_ptr + x_row, mask=token < M, other=0.0)
     y = (y * UNIT) * outer[None, :]

@@ -23,6 +23,7 @@ if triton.knobs.runtime.interpret:
 from nvfp4_jax.kernels import triton_blackwell  # noqa: E402
 from nvfp4_jax.kernels import triton_call  # noqa: E402
 from nvfp4_jax.kernels import triton_decode  # noqa: E402
+from nvfp4_jax.kernels import triton_grouped  # noqa: E402
 from nvfp4_jax.kernels import triton_matmul  # noqa: E402
 from nvfp4_jax.kernels import triton_quantize  # noqa: E402
 
@@ -44,6 +45,12 @@ _TYPES = {
     'x_scale_ptr': '*u8',
     'w_ptr': '*u8',
     'w_scale_ptr': '*u8',
+    'x_outer_ptr': '*fp32',
+    'w_outer_ptr': '*fp32',
+    'plan_ptr': '*i32',
+    'bounds_ptr': '*i32',
+    'dy_ptr': '*bf16',
+    'dw_ptr': '*fp32',
 }
 _SHAPE = dict(M=8192, K=4096)
 _ROWS = _SHAPE | dict(
@@ -59,6 +66,21 @@ _STEPS = dict(STEPS=1 << 17, BLOCK=32)
 _NVFP4 = dict(M=2048, N=4096, K=4096, NVFP4=True)
 _NVFP4 |= dict(ROWS=128, FEATURES=128, STEP=256)
 _MXFP8 = _NVFP4 | dict(NVFP4=False, STEP=128)
+_ROUTED = dict(E=128, F=1536, C=2048, BLOCKS=385, ROWS=128, FEATURES=128)
+_FORWARD, _DGRAD = _ROUTED | dict(LAST=True), _ROUTED | dict(LAST=False)
+_EXPERTS = _ROUTED | dict(UNIT=128)
+_WGRAD = dict(E=128, N=1536, K=2048, COLUMNS=128, FEATURES=128)
+_GROUPED = [
+    (triton_grouped.bfloat16_rows, _FORWARD, 8, 128),
+    (triton_grouped.bfloat16_rows, _FORWARD | dict(ROWS=16), 4, 64),
+    (triton_grouped.bfloat16_rows, _FORWARD | dict(FEATURES=256), 8, 255),
+    (triton_grouped.bfloat16_rows, _DGRAD, 8, 128),
+    (triton_grouped.bfloat16_rows, _DGRAD | dict(ROWS=32), 4, 128),
+    (triton_grouped.bfloat16_groups, _WGRAD, 8, 128),
+    (triton_grouped.nvfp4_rows, _EXPERTS, 8, 255),
+    (triton_grouped.nvfp4_rows, _EXPERTS | dict(ROWS=64), 8, 128),
+    (triton_grouped.nvfp4_rows, _EXPERTS | dict(ROWS=16, FEATURES=64), 4, 128),
+]
 
 
 def _compile(kernel, capability, num_warps, num_stages, constants, x='*bf16'):
@@ -86,6 +108,40 @@ def _usage(compiled):
   return tuple(map(int, re.search(r'REG:(\d+) STACK:(\d+)', text).groups()))
 
 
+def _early_writes(ptx):
+  """Returns how many loops there are with wgmma, and what is wrong in them.
+
+  That is each instruction that writes to a register which holds the left
+  operand of a wgmma that was not yet waited for, in this round or the last.
+  """
+  lines = [line.strip() for line in ptx.splitlines()]
+  labels = {}
+  for number, line in enumerate(lines):
+    if label := re.match(r'(\$L\w+):', line):
+      labels[label[1]] = number
+  loops, found = 0, []
+  for number, line in enumerate(lines):
+    branch = re.match(r'(?:@!?%p\d+ )?bra(?:\.uni)?\s+(\$L\w+);', line)
+    if branch is None or labels[branch[1]] > number:
+      continue
+    body = lines[labels[branch[1]] : number]
+    loops += any('wgmma.mma_async' in x for x in body)
+    busy = set()
+    for x in 2 * body:
+      if 'wgmma.mma_async' in x:
+        operands = re.findall(r'\{([^}]*)\}', x)
+        busy |= set(re.findall(r'%\w+', operands[1]))
+      elif re.match(r'wgmma\.wait_group\.sync\.aligned\s+0', x):
+        busy = set()
+      else:
+        written = re.match(
+            r'(?:@!?%p\d+ )?(?!st|cp|ba?r)[a-z][\w.:]*\s+(\{[^}]*\}|%\w+)', x
+        )
+        if written and busy & set(re.findall(r'%\w+', written[1])):
+          found.append(x)
+  return loops, found
+
+
 class CompilationTest(chex.TestCase):
 
   @parameterized.parameters(
@@ -96,6 +152,7 @@ class CompilationTest(chex.TestCase):
       (triton_decode.nvfp4_decode, _DECODE, 4, 64),
       (triton_decode.nvfp4_decode_permuted, _STEPS, 4, 128),
       (triton_matmul.bfloat16_matmul, _MANY, 8, 255),
+      *_GROUPED,
   )
   def test_hopper_kernels_spill_nothing(self, kernel, static, warps, most):
     registers, stack = _usage(_compile(kernel, 90, warps, 3, static))
@@ -135,6 +192,51 @@ class CompilationTest(chex.TestCase):
     # in between: the only one is that of the result.
     changes = compiled.asm['ttgir'].count('ttg.convert_layout')
     self.assertLessEqual(changes, 1)
+
+  @parameterized.parameters(*_GROUPED)
+  def test_grouped_matmul_takes_the_same_steps(self, kernel, static, warps, _):
+    compiled = _compile(kernel, 90, warps, 3, static)
+    ptx = compiled.asm['ptx']
+    if 'ROWS' in static:  # and half as many, for what is left of a group
+      columns = {static['ROWS'], max(static['ROWS'] // 2, 16)}
+    else:
+      columns = {static['COLUMNS']}
+    self.assertEqual(
+        set(re.findall(r'wgmma\.mma_async\S*', ptx)),
+        {
+            f'wgmma.mma_async.sync.aligned.m64n{n}k16.f32.bf16.bf16'
+            for n in columns
+        },
+    )
+    # Only the results change their layout.
+    changes = compiled.asm['ttgir'].count('ttg.convert_layout')
+    self.assertLessEqual(changes, len(columns))
+    # Operands are loaded ahead, 16 bytes a thread, by cp.async.cg; block scales
+    # of NVFP4, half a byte for each column of x, 4 bytes, by cp.async.ca.
+    widths = re.findall(r'cp\.async\.c[ag]\S* \[[^]]*\], \[[^]]*\], (\w+)', ptx)
+    narrow = {'0x4'} if kernel is triton_grouped.nvfp4_rows else set()
+    self.assertEqual(set(widths), {'0x10'} | narrow)
+    self.assertNotRegex(ptx, r'ld\.global\.b(8|16)')
+
+  @parameterized.product(
+      kernel=(
+          (triton_grouped.nvfp4_rows, _EXPERTS),
+          (triton_matmul.nvfp4_matmul, _FEW),
+      ),
+      rows=(16, 32, 64, 128),
+      features_and_warps=((64, 4), (128, 8)),
+  )
+  def test_decoded_weights_stay_until_they_are_read(
+      self, kernel, rows, features_and_warps
+  ):
+    kernel, static = kernel
+    features, warps = features_and_warps
+    static = static | dict(ROWS=rows, FEATURES=features)
+    loops, writes = _early_writes(
+        _compile(kernel, 90, warps, 3, static).asm['ptx']
+    )
+    self.assertGreater(loops, 0)
+    self.assertEmpty(writes)
 
   @parameterized.parameters(
       (100, _NVFP4, r'tcgen05\.mma\S*kind::mxf4nvf4\.block_scale\S*4X'),
@@ -181,6 +283,25 @@ class CompilationTest(chex.TestCase):
       xq = jax.eval_shape(lambda x: quantization.quantize(x, spec), x)
       calls = _calls(triton_matmul.scaled_matmul, xq, wq)
       self.assertEqual(calls, 2 + decoders)
+
+  @parameterized.parameters((128, 4), (4096, 4), (4096, 128))
+  def test_grouped_matmul_lowers(self, rows, groups):
+    of = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    x, dy, w = of(rows, 128), of(rows, 192), of(groups, 192, 128)
+    sizes = jax.ShapeDtypeStruct((groups,), jnp.int32)
+    module = triton_grouped
+    self.assertEqual(_calls(module.matmul, x, w, sizes), 1)
+    self.assertEqual(_calls(module.dgrad, dy, w, sizes), 1)
+    self.assertEqual(_calls(module.wgrad, dy, x, sizes), 1)
+    spec = quantization.QuantSpec('nvfp4')
+    xq, wq = (
+        jax.eval_shape(lambda a: quantization.quantize(a, spec), a)
+        for a in (x, w)
+    )
+    self.assertEqual(
+        _calls(module.scaled_matmul, xq, wq, sizes), 2
+    )  # decodes x
+    self.assertEqual(_calls(module.scaled_matmul, x, wq, sizes), 1)
 
   def test_blackwell_matmul_lowers(self):
     for spec in (quantization.QuantSpec(f) for f in ('nvfp4', 'mxfp8')):

@@ -14,6 +14,7 @@ from nvfp4_jax import quantization
 
 _TOKEN = quantization.QuantSpec('nvfp4', 'token')
 _STOCHASTIC = quantization.QuantSpec('nvfp4', rounding='stochastic')
+_UNQUANTIZED = (kernels.matmul, kernels.dgrad, kernels.wgrad)
 
 
 def _x():
@@ -54,12 +55,19 @@ class DispatchTest(chex.TestCase):
       kernels.quantize(_x(), _TOKEN, implementation='triton')
     with self.assertRaisesRegex(NotImplementedError, 'backend is cpu'):
       kernels.scaled_matmul(_x(), wq, implementation='triton')
+    for function in _UNQUANTIZED:
+      with self.assertRaisesRegex(NotImplementedError, 'backend is cpu'):
+        function(_x(), _x(), jnp.array([4]), implementation='triton')
 
   def test_unknown_implementation_raises_with_the_known_ones(self):
     wq = quantization.quantize(_x(), quantization.QuantSpec('nvfp4'))
     for call in (
         lambda name: kernels.quantize(_x(), _TOKEN, implementation=name),
         lambda name: kernels.scaled_matmul(_x(), wq, implementation=name),
+        *[
+            lambda name, fn=fn: fn(_x(), _x(), implementation=name)
+            for fn in _UNQUANTIZED
+        ],
     ):
       with self.assertRaisesRegex(ValueError, "'cuda'.*'reference', 'triton'"):
         call('cuda')
@@ -70,6 +78,45 @@ class DispatchTest(chex.TestCase):
       kernels.quantize(_x(), _TOKEN, tile=(1, 64, 4))
     with self.assertRaisesRegex(ValueError, 'tile'):
       kernels.scaled_matmul(_x(), wq, tile=(16, 64, 4, 4))
+    for function in _UNQUANTIZED:
+      with self.assertRaisesRegex(ValueError, 'tile'):
+        function(_x(), _x(), tile=(16, 64, 4, 4))
+
+  @parameterized.parameters('matmul', 'dgrad', 'wgrad')
+  def test_unquantized_matmuls_with_groups_can_be_triton(self, name):
+    function = getattr(kernels, name)
+    module = types.SimpleNamespace(
+        unsupported_bfloat16=mock.Mock(side_effect=[None, 'it is too hard'])
+    )
+    setattr(module, name, mock.Mock(return_value='y'))
+    x, sizes = _x(), jnp.array([4])
+    with mock.patch.multiple(
+        kernels, _cannot_run_triton=lambda: None, _triton_grouped=lambda: module
+    ):
+      with self.assertRaisesRegex(
+          NotImplementedError, f'{name}: .*groups only'
+      ):
+        function(x, x, implementation='triton')
+      tile = (16, 64, 4, 4)
+      y = function(x, x, sizes, implementation='triton', tile=tile)
+      self.assertEqual(y, 'y')
+      with self.assertRaisesRegex(NotImplementedError, f'{name}: it is too'):
+        function(x, x, sizes, implementation='triton')
+    getattr(module, name).assert_called_once_with(x, x, sizes, tile=tile)
+
+  def test_scaled_matmul_with_groups_has_kernels_of_its_own(self):
+    module = types.SimpleNamespace(
+        unsupported=mock.Mock(return_value=None),
+        scaled_matmul=mock.Mock(return_value='y'),
+    )
+    wq = quantization.quantize(_x()[None], quantization.QuantSpec('nvfp4'))
+    with mock.patch.multiple(
+        kernels, _cannot_run_triton=lambda: None, _triton_grouped=lambda: module
+    ):
+      sizes = jnp.array([4])
+      y = kernels.scaled_matmul(_x(), wq, sizes, implementation='triton')
+    self.assertEqual(y, 'y')
+    self.assertIs(module.scaled_matmul.call_args.args[2], sizes)
 
   def test_triton_is_chosen_where_it_can_run(self):
     context, count, module = _on_gpu()

@@ -96,7 +96,7 @@ def call(kernel, grid, inputs, outputs, **constants) -> list[np.ndarray]:
 
 def _call(kernel, grid, inputs, outputs, constants):
   _repair()
-  results = [Array(np.zeros(shape, dtype)) for shape, dtype in outputs]
+  results = [Array(_not_written(*output)) for output in outputs]
   arguments = [Array(x) for x in inputs]
   with np.errstate(all='ignore'):
     kernel[grid](*arguments, *results, **constants)
@@ -122,11 +122,19 @@ def installed() -> contextlib.AbstractContextManager:
   return mock.patch.object(triton_call, 'call', _triton_call)
 
 
+def _not_written(shape, dtype):
+  """Returns bytes 255, NaN in floats: XLA does not clear an output first."""
+  array = np.empty(shape, dtype)
+  array.view(np.uint8)[...] = 255
+  return array
+
+
 @functools.cache
 def _repair():
   builder = interpreter.InterpreterBuilder
   dot, multiply = builder.create_dot, builder.create_fmul
   convert = interpreter._convert_float
+  patch = interpreter._patch_lang_tensor
 
   def create_dot(self, a, b, d, precision, max_imprecise):
     if tl.bfloat16 not in (a.dtype.scalar, b.dtype.scalar):
@@ -166,9 +174,15 @@ def _repair():
     y = (x @ w.T).astype(np.float32) + acc.data
     return interpreter.TensorHandle(y, tl.float32)
 
+  def patch_tensor(tensor, scope):
+    patch(tensor, scope)
+    # A scalar that was loaded has one axis, which NumPy 2.5 refuses in int().
+    scope.set_attr(tensor, '__index__', lambda self: self.handle.data.item())
+
   builder.create_dot, builder.create_fmul = create_dot, create_fmul
   builder.create_dot_scaled = create_dot_scaled
   interpreter._convert_float = convert_float
+  interpreter._patch_lang_tensor = patch_tensor
 
 
 def _scaled(data, scale):
