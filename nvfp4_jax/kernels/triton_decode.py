@@ -1,8 +1,8 @@
 """Decoders of NVFP4 in Triton: codes and scales in, bfloat16 values out.
 
 Compute capability 9.0 and up. A thread takes words of eight codes, which have
-one block scale. `decode_64` is for kernels that decode in registers; columns are
-then in the order of `permute`.
+one block scale. `decode_64` is for kernels that decode in registers; it gives
+columns in the order of `permute`.
 """
 
 import jax
