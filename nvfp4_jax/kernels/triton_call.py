@@ -11,7 +11,6 @@ import re
 from typing import Any
 
 import jax
-from jax import lax
 import jax.numpy as jnp
 import numpy as np
 import triton
@@ -99,22 +98,6 @@ def with_vmap(fn: Callable[..., Any]) -> Callable[..., Any]:
         for array, flag in zip(arrays, batched, strict=True)
     ]
     outputs = run(*arrays)
-    return outputs, jax.tree.map(lambda _: True, outputs)
-
-  return run
-
-
-def with_vmap_loop(fn: Callable[..., Any]) -> Callable[..., Any]:
-  """Returns `fn` of arrays; under vmap, it is called for one lane at a time."""
-  run = jax.custom_batching.custom_vmap(fn)
-
-  @run.def_vmap
-  def _(lanes, batched, *arrays):
-    def one(lane):
-      take = lambda a, flag: a[lane] if flag else a
-      return run(*map(take, arrays, batched))
-
-    outputs = lax.map(one, jnp.arange(lanes))
     return outputs, jax.tree.map(lambda _: True, outputs)
 
   return run

@@ -19,6 +19,7 @@ order of `triton_decode.permute`).
 """
 
 import functools
+import math
 from typing import NamedTuple
 
 import jax
@@ -130,7 +131,7 @@ def scaled_matmul(
   x_scale = jnp.broadcast_to(x_scale[:, 0], x.shape[:1])
   w_scale = jnp.broadcast_to(w_scale[:, 0, 0], (groups,))
   arrays = (x, wq.data, wq.block_scale, x_scale, w_scale, group_sizes)
-  run = triton_call.with_vmap_loop(
+  run = triton_call.with_vmap(
       functools.partial(_scaled_matmul, unit=unit, dtype=dtype, tile=tile)
   )
   return run(*lax.stop_gradient(arrays))
@@ -152,7 +153,7 @@ def matmul(
     group_sizes: `[E]` int32.
     tile: what a program computes; None for what suits the shape.
   """
-  run = triton_call.with_vmap_loop(functools.partial(_matmul, tile=tile))
+  run = triton_call.with_vmap(functools.partial(_matmul, tile=tile))
   return run(*lax.stop_gradient((x, w, group_sizes)))
 
 
@@ -172,7 +173,7 @@ def dgrad(
     group_sizes: `[E]` int32.
     tile: what a program computes; None for what suits the shape.
   """
-  run = triton_call.with_vmap_loop(functools.partial(_dgrad, tile=tile))
+  run = triton_call.with_vmap(functools.partial(_dgrad, tile=tile))
   return run(*lax.stop_gradient((dy, w, group_sizes)))
 
 
@@ -194,7 +195,7 @@ def wgrad(
     group_sizes: `[E]` int32.
     tile: what a program computes; None for what suits the shape.
   """
-  run = triton_call.with_vmap_loop(functools.partial(_wgrad, tile=tile))
+  run = triton_call.with_vmap(functools.partial(_wgrad, tile=tile))
   return run(*lax.stop_gradient((dy, x, group_sizes)))
 
 
@@ -211,35 +212,32 @@ def block_rows(rows: int, groups: int) -> int:
 def _scaled_matmul(
     x, data, block_scale, x_scale, w_scale, sizes, *, unit, dtype, tile
 ):
-  """Returns `[M, N]`; columns of `x` are permuted, scales `[M]` and `[E]`."""
-  (m, k), (groups, n, _) = x.shape, data.shape
+  """Returns `[..., M, N]`; columns of `x` are permuted.
+
+  Scales are `[..., M]` and `[..., E]`.
+  """
+  m, groups = x.shape[-2], sizes.shape[-1]
   if tile is None:
     rows = block_rows(m, groups)
     tile = Tile(rows, 128, 8, 3) if rows >= 64 else Tile(rows, 64, 4, 4)
-  return _rows_call(
-      nvfp4_rows,
-      (x, data, block_scale, x_scale, w_scale),
-      sizes,
-      (m, n, k),
-      Tile(*tile),
-      dtype,
-      UNIT=unit,
-  )
+  arrays = (x, data, block_scale, x_scale, w_scale)
+  n = data.shape[-2]
+  return _rows_call(nvfp4_rows, arrays, sizes, n, Tile(*tile), dtype, UNIT=unit)
 
 
 def _matmul(x, w, sizes, *, tile):
-  shape = (x.shape[0], w.shape[1], w.shape[2])
-  tile = _bfloat16_tile(tile, shape[0], w.shape[0])
+  tile = _bfloat16_tile(tile, x.shape[-2], sizes.shape[-1])
+  n = w.shape[-2]
   return _rows_call(
-      bfloat16_rows, (x, w), sizes, shape, tile, jnp.float32, LAST=True
+      bfloat16_rows, (x, w), sizes, n, tile, jnp.float32, LAST=True
   )
 
 
 def _dgrad(dy, w, sizes, *, tile):
-  shape = (dy.shape[0], w.shape[2], w.shape[1])
-  tile = _bfloat16_tile(tile, shape[0], w.shape[0])
+  tile = _bfloat16_tile(tile, dy.shape[-2], sizes.shape[-1])
+  k = w.shape[-1]
   return _rows_call(
-      bfloat16_rows, (dy, w), sizes, shape, tile, jnp.float32, LAST=False
+      bfloat16_rows, (dy, w), sizes, k, tile, jnp.float32, LAST=False
   )
 
 
@@ -250,20 +248,31 @@ def _bfloat16_tile(tile, rows, groups):
   return Tile(rows, 128, 8, 3) if rows >= 64 else Tile(rows, 128, 4, 4)
 
 
-def _rows_call(kernel, arrays, sizes, shape, tile, dtype, **static):
-  """Returns `[M, F]`; `shape` is M, F and the contraction axis, C."""
-  m, f, c = shape
-  plan = _plan(sizes, m, tile.rows)
+def _rows_call(kernel, arrays, sizes, f, tile, dtype, **static):
+  """Returns `[..., M, F]`.
+
+  Args:
+    kernel: `nvfp4_rows` or `bfloat16_rows`.
+    arrays: its first ones; of the first, the last axes are M and C.
+    sizes: `[..., E]`. Lanes of leading axes are groups of one call.
+    f: F.
+    tile: what a program computes.
+    dtype: of the result.
+    **static: constants of this kernel.
+  """
+  *lead, m, c = arrays[0].shape
+  lanes = math.prod(lead)
+  plan = _plan_lanes(sizes.reshape(lanes, -1), m, tile.rows)
   features = _divisor(f, tile.features)
   (y,) = triton_call.call(
       kernel,
       *arrays,
       plan,
-      out_shape=[jax.ShapeDtypeStruct((m, f), dtype)],
+      out_shape=[jax.ShapeDtypeStruct((*lead, m, f), dtype)],
       grid=(plan.shape[1] * (f // features),),
       num_warps=tile.warps,
       num_stages=tile.stages,
-      E=sizes.shape[0],
+      E=sizes.size,
       F=f,
       C=c,
       BLOCKS=plan.shape[1],
@@ -275,20 +284,25 @@ def _rows_call(kernel, arrays, sizes, shape, tile, dtype, **static):
 
 
 def _wgrad(dy, x, sizes, *, tile):
-  (m, n), k, groups = dy.shape, x.shape[1], sizes.shape[0]
+  (*lead, m, n), k = dy.shape, x.shape[-1]
   tile = Tile(128, 128, 8, 3) if tile is None else Tile(*tile)
   features, columns = _divisor(n, tile.features), _divisor(k, tile.rows)
-  first, end = _bounds(sizes, m)
+  lane = m * jnp.arange(math.prod(lead), dtype=jnp.int32)[:, None]
+  of_lanes = sizes.reshape(lane.shape[0], -1)
+  bounds = [
+      (bound + lane).reshape(-1)
+      for bound in jax.vmap(functools.partial(_bounds, rows=m))(of_lanes)
+  ]
   (dw,) = triton_call.call(
       bfloat16_groups,
       dy,
       x,
-      jnp.stack([first, end]),
-      out_shape=[jax.ShapeDtypeStruct((groups, n, k), jnp.float32)],
-      grid=(groups * (n // features) * (k // columns),),
+      jnp.stack(bounds),
+      out_shape=[jax.ShapeDtypeStruct((*sizes.shape, n, k), jnp.float32)],
+      grid=(sizes.size * (n // features) * (k // columns),),
       num_warps=tile.warps,
       num_stages=tile.stages,
-      E=groups,
+      E=sizes.size,
       N=n,
       K=k,
       FEATURES=features,
@@ -310,6 +324,17 @@ def _bounds(sizes, rows):
   up_to = jnp.tri(sizes.shape[0], dtype=jnp.int32)  # [i, j]: j is up to i
   end = jnp.clip(jnp.sum(up_to * sizes, axis=1), 0, rows)
   return jnp.append(0, end[:-1]).astype(jnp.int32), end
+
+
+def _plan_lanes(sizes, rows, block):
+  """Returns the plan of lanes `[L, E]` whose rows and groups are stacked."""
+  lanes, groups = sizes.shape
+  plan = jax.vmap(functools.partial(_plan, rows=rows, block=block))(sizes)
+  group, start, end = jnp.moveaxis(plan, 1, 0)
+  lane = jnp.arange(lanes, dtype=jnp.int32)[:, None]
+  group = jnp.where(group == groups, lanes * groups, group + lane * groups)
+  plan = jnp.stack([group, start + lane * rows, end + lane * rows])
+  return plan.reshape(3, -1)
 
 
 def _plan(sizes, rows, block):

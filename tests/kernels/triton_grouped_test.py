@@ -212,6 +212,21 @@ class TritonGroupedTest(chex.TestCase):
           ]
           np.testing.assert_array_equal(y[lane], fn(*one, sizes[lane]))
 
+  def test_vmap_of_vmap_with_dead_rows(self):
+    x, _, w, _ = _operands(41, (20, 20))
+    sizes = jnp.array([[[7, 9], [20, 0]], [[0, 3], [0, 0]]], jnp.int32)
+    w = jnp.stack([w, 2 * w])  # of the outer lanes
+    xq = quantization.quantize(x, quantization.QuantSpec('nvfp4', 'token'))
+    wq = quantization.quantize(w, quantization.QuantSpec('nvfp4'))
+    fn = triton_grouped.scaled_matmul
+    inner = jax.vmap(fn, (None, None, 0))
+    take = lambda tree, i: jax.tree.map(lambda leaf: leaf[i], tree)
+    with interpreter.installed():
+      y = np.asarray(jax.vmap(inner, (None, 0, 0))(xq, wq, sizes))
+      for i, j in np.ndindex(2, 2):
+        want = fn(xq, take(wq, i), sizes[i, j])
+        np.testing.assert_array_equal(y[i, j], want)
+
   @parameterized.parameters(
       (1, 128, 16),
       (128, 8, 16),
