@@ -105,7 +105,7 @@ def _wrong_capability(capability):
 @functools.partial(jax.jit, static_argnames=('dtype', 'tile'))
 def scaled_matmul(
     x: jax.Array | qtensor.QTensor,
-    wq: qtensor.QTensor,
+    wq: qtensor.QTensor | qtensor.Layer,
     group_sizes: jax.Array,
     *,
     dtype: jax.typing.DTypeLike = jnp.float32,
@@ -118,19 +118,24 @@ def scaled_matmul(
   Args:
     x: quantized `[M, K]`, or bfloat16; `unsupported` gives None. It is decoded
       to bfloat16 first.
-    wq: quantized `[E, N, K]`, nvfp4.
+    wq: quantized `[E, N, K]`, nvfp4; a layer is read where it is.
     group_sizes: `[E]` int32.
     dtype: float32, or bfloat16 to round to at last.
     tile: what a program computes; None for what suits the shape.
   """
   groups = group_sizes.shape[0]
-  x_scale, w_scale = getattr(x, 'global_scale', None), wq.global_scale
+  stack, first = wq, jnp.int32(0)
+  if isinstance(wq, qtensor.Layer):
+    stack, first = wq.stack, wq.index * groups
+  flat = lambda leaf: leaf.reshape(-1, *leaf.shape[-2:])  # all experts
+  data, block_scale = flat(stack.data), flat(stack.block_scale)
+  x_scale, w_scale = getattr(x, 'global_scale', None), stack.global_scale
   x_scale = jnp.ones((1, 1)) if x_scale is None else x_scale
-  w_scale = jnp.ones((1, 1, 1)) if w_scale is None else w_scale
+  w_scale = jnp.ones((1, 1, 1)) if w_scale is None else flat(w_scale)
   x, unit = triton_decode.left_operand(x)
   x_scale = jnp.broadcast_to(x_scale[:, 0], x.shape[:1])
-  w_scale = jnp.broadcast_to(w_scale[:, 0, 0], (groups,))
-  arrays = (x, wq.data, wq.block_scale, x_scale, w_scale, group_sizes)
+  w_scale = jnp.broadcast_to(w_scale[:, 0, 0], data.shape[:1])
+  arrays = (x, data, block_scale, x_scale, w_scale, group_sizes, first)
   run = triton_call.with_vmap(
       functools.partial(_scaled_matmul, unit=unit, dtype=dtype, tile=tile)
   )
@@ -210,11 +215,12 @@ def block_rows(rows: int, groups: int) -> int:
 
 
 def _scaled_matmul(
-    x, data, block_scale, x_scale, w_scale, sizes, *, unit, dtype, tile
+    x, data, block_scale, x_scale, w_scale, sizes, first, *, unit, dtype, tile
 ):
   """Returns `[..., M, N]`; columns of `x` are permuted.
 
-  Scales are `[..., M]` and `[..., E]`.
+  Weights are `[..., S, N, ...]`, of which E from `first` on are those of the
+  groups; scales are `[..., M]` and `[..., S]`.
   """
   m, groups = x.shape[-2], sizes.shape[-1]
   if tile is None:
@@ -222,14 +228,23 @@ def _scaled_matmul(
     tile = Tile(rows, 128, 8, 3) if rows >= 64 else Tile(rows, 64, 4, 4)
   arrays = (x, data, block_scale, x_scale, w_scale)
   n = data.shape[-2]
-  return _rows_call(nvfp4_rows, arrays, sizes, n, Tile(*tile), dtype, UNIT=unit)
+  return _rows_call(
+      nvfp4_rows, arrays, sizes, first, n, Tile(*tile), dtype, UNIT=unit
+  )
 
 
 def _matmul(x, w, sizes, *, tile):
   tile = _bfloat16_tile(tile, x.shape[-2], sizes.shape[-1])
   n = w.shape[-2]
   return _rows_call(
-      bfloat16_rows, (x, w), sizes, n, tile, jnp.float32, LAST=True
+      bfloat16_rows,
+      (x, w),
+      sizes,
+      _none(sizes),
+      n,
+      tile,
+      jnp.float32,
+      LAST=True,
   )
 
 
@@ -237,7 +252,14 @@ def _dgrad(dy, w, sizes, *, tile):
   tile = _bfloat16_tile(tile, dy.shape[-2], sizes.shape[-1])
   k = w.shape[-1]
   return _rows_call(
-      bfloat16_rows, (dy, w), sizes, k, tile, jnp.float32, LAST=False
+      bfloat16_rows,
+      (dy, w),
+      sizes,
+      _none(sizes),
+      k,
+      tile,
+      jnp.float32,
+      LAST=False,
   )
 
 
@@ -248,13 +270,19 @@ def _bfloat16_tile(tile, rows, groups):
   return Tile(rows, 128, 8, 3) if rows >= 64 else Tile(rows, 128, 4, 4)
 
 
-def _rows_call(kernel, arrays, sizes, f, tile, dtype, **static):
+def _none(sizes):
+  """Returns zeros `[...]` for sizes `[..., E]`."""
+  return jnp.zeros(sizes.shape[:-1], jnp.int32)
+
+
+def _rows_call(kernel, arrays, sizes, first, f, tile, dtype, **static):
   """Returns `[..., M, F]`.
 
   Args:
     kernel: `nvfp4_rows` or `bfloat16_rows`.
-    arrays: its first ones; of the first, the last axes are M and C.
+    arrays: its first ones: `[..., M, C]`, weights `[..., S, N, ...]`, others.
     sizes: `[..., E]`. Lanes of leading axes are groups of one call.
+    first: `[...]` int32; groups have the weights from here on.
     f: F.
     tile: what a program computes.
     dtype: of the result.
@@ -262,7 +290,10 @@ def _rows_call(kernel, arrays, sizes, f, tile, dtype, **static):
   """
   *lead, m, c = arrays[0].shape
   lanes = math.prod(lead)
-  plan = _plan_lanes(sizes.reshape(lanes, -1), m, tile.rows)
+  stack = arrays[1].shape[len(lead)]
+  plan = _plan_lanes(
+      sizes.reshape(lanes, -1), first.reshape(lanes), stack, m, tile.rows
+  )
   features = _divisor(f, tile.features)
   (y,) = triton_call.call(
       kernel,
@@ -272,7 +303,7 @@ def _rows_call(kernel, arrays, sizes, f, tile, dtype, **static):
       grid=(plan.shape[1] * (f // features),),
       num_warps=tile.warps,
       num_stages=tile.stages,
-      E=sizes.size,
+      E=lanes * stack,
       F=f,
       C=c,
       BLOCKS=plan.shape[1],
@@ -326,14 +357,18 @@ def _bounds(sizes, rows):
   return jnp.append(0, end[:-1]).astype(jnp.int32), end
 
 
-def _plan_lanes(sizes, rows, block):
-  """Returns the plan of lanes `[L, E]` whose rows and groups are stacked."""
+def _plan_lanes(sizes, first, stack, rows, block):
+  """Returns the plan of lanes `[L, E]`; rows and weights are those of all.
+
+  Each lane has `stack` weights, and uses those from its `first` on.
+  """
   lanes, groups = sizes.shape
   plan = jax.vmap(functools.partial(_plan, rows=rows, block=block))(sizes)
   group, start, end = jnp.moveaxis(plan, 1, 0)
   lane = jnp.arange(lanes, dtype=jnp.int32)[:, None]
-  group = jnp.where(group == groups, lanes * groups, group + lane * groups)
-  plan = jnp.stack([group, start + lane * rows, end + lane * rows])
+  weights = lane * stack + first[:, None] + group
+  weights = jnp.where(group == groups, lanes * stack, weights)
+  plan = jnp.stack([weights, start + lane * rows, end + lane * rows])
   return plan.reshape(3, -1)
 
 

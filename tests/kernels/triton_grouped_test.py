@@ -212,6 +212,21 @@ class TritonGroupedTest(chex.TestCase):
           ]
           np.testing.assert_array_equal(y[lane], fn(*one, sizes[lane]))
 
+  def test_layer_of_a_stack(self):
+    x, _, w, sizes = _operands(40, (9, 0, 20))
+    xq = quantization.quantize(jnp.nan_to_num(x), _TOKEN)
+    wq = quantization.quantize(jnp.stack([w, 2 * w, 3 * w]), _TENSOR)
+    fn = triton_grouped.scaled_matmul
+    with interpreter.installed():
+      for i in range(3):
+        layer = qtensor.Layer(wq, jnp.int32(i))
+        got = jax.jit(fn)(xq, layer, sizes)
+        np.testing.assert_array_equal(got, fn(xq, layer.take(), sizes))
+      stacks = jax.tree.map(lambda leaf: leaf[None], wq)
+      lanes = jax.vmap(fn, (None, 0, None))
+      got = lanes(xq, qtensor.Layer(stacks, jnp.array([2])), sizes)
+      np.testing.assert_array_equal(got[0], fn(xq, layer.take(), sizes))
+
   def test_vmap_of_vmap_with_dead_rows(self):
     x, _, w, _ = _operands(41, (20, 20))
     sizes = jnp.array([[[7, 9], [20, 0]], [[0, 3], [0, 0]]], jnp.int32)
