@@ -3,8 +3,9 @@
 `y[M, N] = x[M, K] @ w[N, K].T`, K a multiple of 128. Codes times block scales
 are bfloat16 numbers, exactly; tensor cores multiply them exactly and add in
 float32. Global scales are applied to the sum. `x` is bfloat16, or quantized and
-then decoded by XLA. With few rows of `x`, `w` is decoded in registers, and read
-as it is stored; with many, XLA decodes `w` too, which then costs little.
+then decoded by a kernel of its own. With few rows of `x`, `w` is decoded in
+registers, and read as it is stored; with many, `w` is decoded first too, which
+then costs little.
 
 **A row's bits do not depend on M**, if tensor cores add as they do for tiles of
 any width, which the tests ask a GPU. Features are the rows of the tile and
