@@ -18,7 +18,7 @@ device's kernels of one call ran, as the profiler saw them, gaps not counted.
 others where they are computed 1, 16 or 512 at a time.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 import dataclasses
 import functools
 import importlib
@@ -113,12 +113,14 @@ class Candidate:
     start: calls it once for each rotated operand; does not wait.
     wait: waits until what the last `start` returned is there.
     result: what it makes of the first operand, as numpy arrays; None for peers.
+    facts: what its row says besides, that is not a time.
   """
 
   name: str
   start: Callable[[], object]
   wait: Callable[[object], object]
   result: list[np.ndarray] | None = None
+  facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,6 +133,7 @@ class Workload:
     flops: of one call; 0 where bytes count.
     operands: how many are rotated.
     candidates: yields them, each compiled; or an error for one that cannot run.
+    counts: what else one call does, by the name of the rate in a row.
   """
 
   name: str
@@ -138,6 +141,7 @@ class Workload:
   flops: float
   operands: int
   candidates: Callable[[], Iterator[Candidate | tuple[str, Exception]]]
+  counts: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 def main(cfg: Config, log: run.Log) -> None:
@@ -151,6 +155,7 @@ def measure(
     log: run.Log,
     workloads: Iterable[Workload],
     rows_of_bits: Callable[[], Iterable[dict[str, Any]]] = tuple,
+    labels: Callable[[], Mapping[str, Any]] = dict,
 ) -> None:
   """Times a copy and the workloads, logs their rows and prints a table.
 
@@ -159,12 +164,13 @@ def measure(
     log: for the rows.
     workloads: what is timed.
     rows_of_bits: yields more rows, of the `rows` workloads.
+    labels: returns what each row also says, when it is written.
   """
   log.rewind(0)
   rows: list[dict[str, Any]] = []
 
   def write(row):
-    rows.append({'step': len(rows)} | row)
+    rows.append({'step': len(rows), **row, **labels()})
     log(rows[-1])
     print(rows[-1], flush=True)
 
@@ -251,6 +257,8 @@ def _time(cfg, workload, copy) -> Iterator[dict[str, Any]]:
       row['of_copy'] = row['gb_s'] / copy
     if workload.flops:
       row['tflop_s'] = 1e-12 * workload.flops * rate
+    row |= {name: count * rate for name, count in workload.counts.items()}
+    row |= candidate.facts
     if candidate.result is not None and reference is not None:
       row |= _differences(candidate.result, reference)
     yield row
@@ -482,7 +490,9 @@ def _rows_of_few_and_many(cfg) -> Iterator[dict[str, Any]]:
 def _table(rows):
   """Returns the rows as text."""
   columns = ('us', 'min_us', 'max_us', 'host_us', 'device_us')
-  columns += ('gb_s', 'of_copy', 'device_gb_s', 'tflop_s')
+  columns += ('gb_s', 'of_copy', 'device_gb_s', 'tflop_s', 'melem_s')
+  columns += ('mparam_s', 'temp_bytes', 'residual_bytes')
+  columns = [name for name in columns if any(name in row for row in rows)]
   table: list[list[str]] = [['workload: candidate', *columns, 'different']]
   for row in rows[1:]:
     cells = [
