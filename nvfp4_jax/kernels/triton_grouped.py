@@ -124,9 +124,10 @@ def scaled_matmul(
     tile: what a program computes; None for what suits the shape.
   """
   groups = group_sizes.shape[0]
-  stack, first = wq, jnp.int32(0)
   if isinstance(wq, qtensor.Layer):
     stack, first = wq.stack, wq.index * groups
+  else:
+    stack, first = wq, jnp.int32(0)
   flat = lambda leaf: leaf.reshape(-1, *leaf.shape[-2:])  # all experts
   data, block_scale = flat(stack.data), flat(stack.block_scale)
   x_scale, w_scale = getattr(x, 'global_scale', None), stack.global_scale
