@@ -201,7 +201,7 @@ def quantized_grouped_matmul(
     group_sizes: `[E]` int32, may hold zeros; rows past their sum give zeros.
     precision: formats and backward mode.
     xq: Q(x). No cotangent.
-    wq: Q(w). No cotangent.
+    wq: Q(w), or such a layer of a stack, without `w`. No cotangent.
     key: see `quantized_matmul`.
     axis_name: mesh axis that splits K.
 
@@ -257,6 +257,8 @@ def _checked_matmul(
     raise ValueError('Give w, wq or both.')
   ndim = 2 if group_sizes is None else 3
   if isinstance(wq, qtensor.Layer):
+    if w is not None:
+      raise ValueError('wq is a layer of a stack: w must be None.')
     k = qtensor.num_columns(wq.stack)
     if group_sizes is not None or (precision and precision.residual):
       wq = wq.take()

@@ -7,10 +7,11 @@ groups may be empty, and rows after the last group give zeros. Results are
 float32 and not yet rounded, where nothing else is asked for; operands that are
 not quantized are bfloat16, or float32 where the model asks for it.
 
-`implementation` names a backend, and then nothing else is used: where it cannot
-serve, NotImplementedError says why. None chooses one when the call is traced,
-by the default backend of JAX, and logs the choice once. `reference` runs
-wherever XLA does and defines the answer.
+`implementation` names a backend, whose kernels then do the work: where it
+cannot serve, NotImplementedError says why. None chooses one when the call is
+traced, by the default backend of JAX, and logs the choice once; where a
+function says so, None is the reference. `reference` runs wherever XLA does and
+defines the answer.
 """
 
 import functools
@@ -148,23 +149,27 @@ def scaled_matmul(
 
   Args:
     x: quantized `[M, K]`, or bfloat16.
-    wq: quantized `[N, K]`, or `[E, N, K]` with `group_sizes`.
+    wq: quantized `[N, K]`, or `[E, N, K]` with `group_sizes`; or such a layer
+      of a stack.
     group_sizes: `[E]` int32 or None.
     dtype: of the result: float32, or bfloat16.
     implementation: 'reference', 'triton', or None to choose. 'triton' adds in
       an order of its own. On Hopper, with nvfp4 weights and K a multiple of
-      128, a row's bits do not depend on how many rows there are; it is chosen
-      without groups, and must be named with them. On Blackwell, where it has
+      128 (with groups, and N one of 64), a row's bits do not depend on how many
+      rows there are; it is chosen without groups, and must be named with them.
+      On Blackwell, where it has
       been compiled but not run, it takes both operands nvfp4 or both mxfp8, no
       groups, and must be named.
     tile: of 'triton': rows of x and features that a program computes, its
       number of warps and of stages. None for what suits the shape.
 
   Raises:
-    ValueError: another implementation; a tile without 'triton'.
+    ValueError: another implementation or dtype; a tile without 'triton'.
     NotImplementedError: 'triton' cannot run here, or not with these operands.
   """
   _check_choice(implementation, tile)
+  if jnp.dtype(dtype) not in (jnp.float32, jnp.bfloat16):
+    raise ValueError(f'dtype {dtype} is not float32 or bfloat16.')
   problem = _why_not_triton(implementation)
   if problem is None:
     problem = _why_no_triton_matmul(x, wq, group_sizes, implementation)
@@ -225,7 +230,8 @@ def matmul(
     w: `[N, K]`, or `[E, N, K]` with `group_sizes`.
     group_sizes: `[E]` int32 or None.
     implementation: 'reference', also for None, or 'triton', which is for
-      bfloat16 with groups on Hopper. Each adds in an order of its own.
+      bfloat16 with groups on Hopper, N and K multiples of 64. Each adds in an
+      order of its own.
     tile: of 'triton': rows of x and features that a program computes, its
       number of warps and of stages. None for what suits the shape.
 
@@ -269,7 +275,7 @@ def wgrad(
 ) -> jax.Array:
   """Returns `dy.T @ x`, float32 `[N, K]`, or `[E, N, K]` with `group_sizes`.
 
-  'reference' adds a group's rows block by block, 'triton' one after the other,
+  'reference' adds a group's rows block by block, 'triton' 16 after 16,
   so that in a grouped wgrad the order of the sum differs from that of one dot
   over the group. The rest is as in `matmul`; a tile's first two numbers are
   columns of x and of dy.

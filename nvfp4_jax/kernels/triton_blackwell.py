@@ -72,7 +72,7 @@ def unsupported(
 
 def scaled_matmul(
     xq: qtensor.QTensor,
-    wq: qtensor.QTensor,
+    wq: qtensor.QTensor | qtensor.Layer,
     *,
     dtype: jax.typing.DTypeLike = jnp.float32,
     tile: Tile | None = None,
@@ -87,6 +87,7 @@ def scaled_matmul(
     dtype: float32, or bfloat16 to round to at last.
     tile: what a program computes; None for Tile().
   """
+  wq = wq.take() if isinstance(wq, qtensor.Layer) else wq
   xq, wq = lax.stop_gradient((xq, wq))
   tile = Tile() if tile is None else Tile(*tile)
   m, n = xq.data.shape[0], wq.data.shape[0]

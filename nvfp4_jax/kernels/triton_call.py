@@ -50,6 +50,8 @@ def call(
 
   Raises:
     TypeError: a dtype that has no pointer here.
+    NotImplementedError: the kernel needs scratch memory.
+    ValueError: what Triton compiled has no entry of the kernel's name.
   """
   pointers = tuple(_pointer(a.dtype) for a in (*arrays, *out_shape))
   compiled = compile_kernel(

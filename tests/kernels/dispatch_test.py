@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from nvfp4_jax import kernels
+from nvfp4_jax import matmul
+from nvfp4_jax import qtensor
 from nvfp4_jax import quantization
 
 _TOKEN = quantization.QuantSpec('nvfp4', 'token')
@@ -71,6 +73,24 @@ class DispatchTest(chex.TestCase):
     ):
       with self.assertRaisesRegex(ValueError, "'cuda'.*'reference', 'triton'"):
         call('cuda')
+
+  def test_layer_of_a_stack_is_taken_by_the_reference(self):
+    w = jnp.stack([_x(), 2 * _x()])
+    wq = quantization.quantize(w, quantization.QuantSpec('nvfp4'))
+    layer = qtensor.Layer(wq, jnp.int32(1))
+    got = kernels.scaled_matmul(_x(), layer, implementation='reference')
+    want = kernels.scaled_matmul(_x(), layer.take(), implementation='reference')
+    chex.assert_trees_all_equal(got, want)
+    precision = matmul.MatmulPrecision(_TOKEN, quantization.QuantSpec('nvfp4'))
+    y = matmul.quantized_matmul(_x(), None, precision, wq=layer)
+    self.assertEqual(y.shape, (4, 4))
+    with self.assertRaisesRegex(ValueError, 'w must be None'):
+      matmul.quantized_matmul(_x(), _x(), precision, wq=layer)
+
+  def test_result_is_float32_or_bfloat16(self):
+    wq = quantization.quantize(_x(), quantization.QuantSpec('nvfp4'))
+    with self.assertRaisesRegex(ValueError, 'float16 is not float32 or'):
+      kernels.scaled_matmul(_x(), wq, dtype='float16')
 
   def test_tile_is_of_triton_only(self):
     wq = quantization.quantize(_x(), quantization.QuantSpec('nvfp4'))
