@@ -114,11 +114,11 @@ def dequantize(
     NotImplementedError: 'triton' cannot run here, or not with these arguments.
   """
   _check_choice(implementation, None)
-  if jnp.dtype(dtype) == jnp.bfloat16 or implementation == 'triton':
-    if jnp.dtype(dtype) != jnp.bfloat16:
-      raise NotImplementedError(f'dequantize: Triton gives no {dtype}.')
+  if jnp.dtype(dtype) == jnp.bfloat16:
     if _decodes_in_triton('dequantize', q, implementation):
       return _triton_decode().dequantize(q)
+  elif implementation == 'triton':
+    raise NotImplementedError(f'dequantize: Triton gives no {dtype}.')
   return qtensor.dequantize(q, dtype)
 
 

@@ -45,6 +45,24 @@ def decode_permuted(q: qtensor.QTensor) -> jax.Array:
   return triton_call.with_vmap(call_permuted)(*arrays)
 
 
+def unsupported_operands(
+    x: jax.Array | qtensor.QTensor, wq: qtensor.QTensor
+) -> str | None:
+  """Returns why matmuls cannot decode their operands, or None if they can."""
+  if wq.format.name != 'nvfp4':
+    return f'the Triton matmul has no {wq.format.name} weights'
+  columns = qtensor.num_columns(wq)
+  if columns % STEP:
+    return f'K = {columns} is not a multiple of {STEP}'
+  is_quantized = isinstance(x, qtensor.QTensor)
+  if is_quantized and x.format.name == 'fp8_block':
+    return 'the Triton matmul has no fp8_block operands'
+  if not is_quantized and x.dtype != jnp.bfloat16:
+    return f'x is {x.dtype}, not bfloat16'
+  rows = x.data.shape[0] if is_quantized else x.shape[0]
+  return None if rows else 'x has no rows'
+
+
 def left_operand(x: jax.Array | qtensor.QTensor) -> tuple[jax.Array, int]:
   """Returns bfloat16 `[M, K]` with permuted columns, and the unit of sums.
 

@@ -63,20 +63,11 @@ def unsupported(
   """Returns why `scaled_matmul` cannot multiply, or None if it can."""
   if capability != 9.0:
     return _wrong_capability(capability)
-  if wq.format.name != 'nvfp4':
-    return f'the grouped Triton matmul has no {wq.format.name} weights'
-  is_quantized = isinstance(x, qtensor.QTensor)
-  if is_quantized and x.format.name == 'fp8_block':
-    return 'the grouped Triton matmul has no fp8_block operands'
-  if not is_quantized and x.dtype != jnp.bfloat16:
-    return f'x is {x.dtype}, not bfloat16'
-  k = qtensor.num_columns(wq)
-  if k % triton_decode.STEP:
-    return f'K = {k} is not a multiple of {triton_decode.STEP}'
   if wq.data.ndim != 3 or wq.data.shape[1] % _MULTIPLE:
     return f'w is not [E, N, K] with N a multiple of {_MULTIPLE}'
-  rows = x.data.shape[0] if is_quantized else x.shape[0]
-  return None if rows and group_sizes.shape[0] else 'x has no rows or no groups'
+  if not group_sizes.shape[0]:
+    return 'there are no groups'
+  return triton_decode.unsupported_operands(x, wq)
 
 
 def unsupported_bfloat16(

@@ -63,20 +63,9 @@ def unsupported(
     return f'the Triton matmul is for compute capability 9.0, not {capability}'
   if group_sizes is not None or wq.data.ndim != 2:
     return 'the Triton matmul has no groups'
-  if wq.format.name != 'nvfp4':
-    return f'the Triton matmul has no {wq.format.name} weights'
   if wq.global_scale is not None and wq.global_scale.shape[-2] != 1:
     return 'the Triton matmul has one global scale for all features'
-  columns, step = qtensor.num_columns(wq), triton_decode.STEP
-  if columns % step:
-    return f'K = {columns} is not a multiple of {step}'
-  is_quantized = isinstance(x, qtensor.QTensor)
-  if is_quantized and x.format.name == 'fp8_block':
-    return 'the Triton matmul has no fp8_block operands'
-  if not is_quantized and x.dtype != jnp.bfloat16:
-    return f'x is {x.dtype}, not bfloat16'
-  rows = x.data.shape[0] if is_quantized else x.shape[0]
-  return None if rows else 'x has no rows'
+  return triton_decode.unsupported_operands(x, wq)
 
 
 @functools.partial(jax.jit, static_argnames=('dtype', 'tile'))
@@ -178,9 +167,9 @@ def _few(x, scale, index, data, block_scale, *, unit, dtype, tile):
       UNIT=unit,
       INDEXED=data.shape[0] > 1,
   )
-  if parts == 1:
-    return y[..., 0, :, :]
   total = y[..., 0, :, :]
+  if parts == 1:
+    return total
   for part in range(1, parts):
     total += y[..., part, :, :]
   y = (total * unit) * scale
