@@ -145,6 +145,28 @@ def rms_norm(x: jax.Array, gain: jax.Array, eps: float) -> jax.Array:
   return _as(normal * _round(gain.astype(jnp.float32), dtype), dtype)
 
 
+def decoded_rms_norm(
+    x: jax.Array, gain: jax.Array, eps: float, y: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+  """Returns `add(x, y)` and its `rms_norm`, in one kernel where there is one.
+
+  For tokens that are decoded: it has no derivative then.
+
+  Args:
+    x: `[..., D]`.
+    gain: `[D]`.
+    eps: added to the mean square.
+    y: `[..., D]`, or None for nothing.
+  """
+  rows = x.reshape(-1, x.shape[-1])
+  if kernels.normalizes_rows(rows):
+    y = None if y is None else y.reshape(rows.shape)
+    total, normed = kernels.rms_norm(rows, gain, eps, y)
+    return total.reshape(x.shape), normed.reshape(x.shape)
+  total = x if y is None else add(x, y)
+  return total, rms_norm(total, gain, eps)
+
+
 def rope_table(
     length: int, frequencies: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:

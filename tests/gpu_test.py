@@ -1,6 +1,8 @@
 """What must hold on a GPU, with default XLA flags: `pytest -m gpu`."""
 
 import dataclasses
+import functools
+import json
 import os
 import pathlib
 import subprocess
@@ -17,6 +19,7 @@ import pytest
 from experiments import grpo
 from experiments import run
 from nvfp4_jax import kernels
+from nvfp4_jax import layers
 from nvfp4_jax import matmul
 from nvfp4_jax import qtensor
 from nvfp4_jax import quantization
@@ -24,6 +27,7 @@ from nvfp4_jax import self_check
 from tests import byte_table
 from tests import golden_cases
 from tests import numpy_oracle
+from tests.kernels import attention_cases
 from tests.kernels import cases
 
 _Spec = quantization.QuantSpec
@@ -143,6 +147,34 @@ _GROUPS = [
     (300, 320, 384, (150, 0, 130)),
     (4096, 512, 512, (0, 300, 1, 800, *([250] * 10), 128, 300)),
 ]
+
+
+_Step = attention_cases.Case
+# Of attention: shapes, and how many positions are attended to.
+_STEPS = [
+    (_Step(16, 8, 128, 64, (0,)), 64),
+    (_Step(16, 8, 128, 256, (128,)), 256),
+    (_Step(16, 8, 128, 256, (0, 63, 64, 127, 128, 200, 255, 256, 300)), 256),
+    (_Step(9, 3, 64, 512, tuple(range(0, 512, 7))), 512),
+    (_Step(8, 8, 64, 192, (191, 5, 70)), 192),
+    (_Step(16, 1, 128, 4096, (4095, 1, 3000, 2047, 2048)), 4096),
+    (_Step(32, 4, 128, 1024, (300, 511), normed=False), 512),
+    (_Step(4, 2, 128, 1024, (1023, 600), block=128), 1024),
+    (_Step(4, 2, 64, 8192, (8191, 77)), 8192),
+]
+
+
+def _compile_like_run(function, **operands):
+  """Returns what XLA computes under the flags that experiments set."""
+  flags = (flag.lstrip('-').split('=') for flag in run.GPU_FLAGS)
+  options = {name: json.loads(value) for name, value in flags}
+  lowered = jax.jit(function).lower(**operands)
+  return lowered.compile(compiler_options=options)(**operands)
+
+
+def _norm(x, gain, y):
+  total = x if y is None else layers.add(x, y)
+  return total, layers.rms_norm(total, gain, 1e-6)
 
 
 _quantize = jax.jit(
@@ -265,6 +297,40 @@ class TritonTest(chex.TestCase):
     want = multiply(512)
     for rows in (1, 2, 16, 17, 32, 33, 64, 129):
       np.testing.assert_array_equal(multiply(rows), want[:rows])
+
+  @parameterized.parameters(*_STEPS)
+  def test_attention_of_a_token_has_the_learners_bits(self, case, live):
+    operands = attention_cases.operands(case)
+    static = dict(live=live, block=case.block)
+    want = _compile_like_run(
+        functools.partial(attention_cases.reference, **static), **operands
+    )
+    for got in (
+        kernels.attend_token(**operands, **static, eps=attention_cases.EPS)
+        for _ in range(3)
+    ):
+      for ours, wanted in zip(
+          jax.tree.leaves(got), jax.tree.leaves(want), strict=True
+      ):
+        np.testing.assert_array_equal(
+            np.asarray(ours).view(np.uint16), np.asarray(wanted).view(np.uint16)
+        )
+
+  @parameterized.product(
+      rows=(1, 7, 256), channels=(64, 576, 1024, 5120), adds=(False, True)
+  )
+  def test_norm_of_rows_has_the_learners_bits(self, rows, channels, adds):
+    x, y, gain = jax.random.normal(
+        jax.random.key(0), (3, rows, channels), jnp.bfloat16
+    )
+    x = x * jnp.exp(3 * y.astype(jnp.float32)).astype(jnp.bfloat16)
+    y = y if adds else None
+    got = kernels.rms_norm(x, gain[0], 1e-6, y)
+    want = _compile_like_run(_norm, x=x, gain=gain[0], y=y)
+    for ours, wanted in zip(got, want, strict=True):
+      np.testing.assert_array_equal(
+          np.asarray(ours).view(np.uint16), np.asarray(wanted).view(np.uint16)
+      )
 
   def assert_close(self, y, want):
     # Sums of other order; the tensor cores of Hopper truncate what they add.

@@ -5,7 +5,7 @@ kernel of its own (its custom call `__gpu$xla.gpu.ptx`), also in CUDA graphs.
 Shapes are constants of a kernel: no scalar is passed at run time.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import functools
 import re
 from typing import Any
@@ -35,7 +35,8 @@ def call(
     grid: tuple[int, ...],
     num_warps: int,
     num_stages: int = 3,
-    **constants: int | bool,
+    aliases: Mapping[int, int] | None = None,
+    **constants: int | float | bool,
 ) -> list[jax.Array]:
   """Returns the outputs of a kernel; without vmap rule and derivative.
 
@@ -46,6 +47,8 @@ def call(
     grid: numbers of programs along up to three axes.
     num_warps: warps of 32 threads of a program.
     num_stages: steps of a loop that are loaded ahead.
+    aliases: arrays, by number, and the outputs that are written in their place;
+      a kernel is to use the latter only.
     **constants: the kernel's tl.constexpr arguments.
 
   Raises:
@@ -80,7 +83,9 @@ def call(
   ):
     launch[f'grid_{axis}'] = np.int32(programs)
     launch[f'block_{axis}'] = np.int32(threads)
-  function = jax.ffi.ffi_call(_TARGET, list(out_shape))
+  function = jax.ffi.ffi_call(
+      _TARGET, list(out_shape), input_output_aliases=dict(aliases or {})
+  )
   return list(function(*arrays, *[arrays[0]] * spare, **launch))
 
 
@@ -109,7 +114,7 @@ def with_vmap(fn: Callable[..., Any]) -> Callable[..., Any]:
 def compile_kernel(
     kernel: triton.JITFunction,
     pointers: tuple[str, ...],
-    constants: tuple[tuple[str, int | bool], ...],
+    constants: tuple[tuple[str, int | float | bool], ...],
     num_warps: int,
     num_stages: int,
     capability: int,

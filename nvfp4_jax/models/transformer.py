@@ -344,6 +344,7 @@ def _run(
   rope = _rope(config, tokens, positions, cache)
   kv_spec = kv_cache.SPECS[quantizer.policy.kv_cache]
   x = embedded = layers.embed(tokens, params['embed_tokens'], config.dtype)
+  add_norm = _add_rms_norm if live is None else layers.decoded_rms_norm
   layer, first, all_experts, all_noted = jnp.int32(0), 0, [], []
   for i, (segment, precisions) in enumerate(
       zip(params['layers'], all_precisions, strict=True)
@@ -371,9 +372,11 @@ def _run(
         y, cache = _attention(
             config, weights, x, positions, rope, kv_spec, cache, layer, live
         )
-      x = weights.note('attention_residual', layers.add(x, y))
       with jax.named_scope('mlp'):
-        y, experts = _mlp(config, weights, x, experts)
+        gain = params['post_attention_layernorm']
+        x, h = add_norm(x, gain, config.norm_eps, y)
+        x = weights.note('attention_residual', x)
+        y, experts = _mlp(config, weights, h, experts)
       x = weights.note('mlp_residual', layers.add(x, y))
       noted = jax.tree.map(lambda t: t.reshape(*tokens.shape, -1), noted)
       return (x, cache, layer + 1), (experts, noted)
@@ -390,7 +393,7 @@ def _run(
   experts = jnp.concatenate(all_experts) if all_experts else None
   if experts is not None:
     experts = jnp.moveaxis(experts, 0, 2)
-  x = layers.rms_norm(x, params['norm'], config.norm_eps)
+  _, x = add_norm(x, params['norm'], config.norm_eps)
   if taps is not None:
     taps.update(embed_tokens=embedded, layers=tuple(all_noted), norm=x)
   return x, cache, experts
@@ -400,11 +403,34 @@ def _attention(
     config, weights, x, positions, rope, kv_spec, cache, layer, live
 ):
   heads = lambda t, n: t.reshape(*x.shape[:2], n, config.head_dim)
-  h = layers.rms_norm(x, weights.params['input_layernorm'], config.norm_eps)
+  add_norm = _add_rms_norm if live is None else layers.decoded_rms_norm
+  _, h = add_norm(x, weights.params['input_layernorm'], config.norm_eps)
   h = weights.note('input_layernorm', h)
   names = tuple(f'self_attn.{n}_proj' for n in 'qkv')
   hq = layers.quantize_input(h.reshape(-1, h.shape[-1]), weights, names)
   q, k, v = (layers.linear(h, weights, name, xq=hq) for name in names)
+  if live is not None and weights.taps is None:
+    block = config.attention_block
+    rows = tuple(t[:, 0] for t in rope)
+    if kernels.attends_tokens(q[:, 0], rows, (cache.k, cache.v), live, block):
+      gains = None
+      if config.qk_norm:
+        gains = tuple(weights.params[f'self_attn.{n}_norm'] for n in 'qk')
+      y, (k, v) = kernels.attend_token(
+          q[:, 0],
+          k[:, 0],
+          v[:, 0],
+          gains,
+          rows,
+          (cache.k, cache.v),
+          layer,
+          cache.lengths,
+          live=live,
+          block=block,
+          eps=config.norm_eps,
+      )
+      cache = dataclasses.replace(cache, k=k, v=v)
+      return layers.linear(y[:, None], weights, 'self_attn.o_proj'), cache
   q, k = heads(q, config.num_heads), heads(k, config.num_kv_heads)
   v = heads(v, config.num_kv_heads).transpose(0, 2, 1, 3)
   if config.qk_norm:
@@ -433,10 +459,14 @@ def _attention(
   return layers.linear(y, weights, 'self_attn.o_proj'), cache
 
 
+def _add_rms_norm(x, gain, eps, y=None):
+  x = x if y is None else layers.add(x, y)
+  return x, layers.rms_norm(x, gain, eps)
+
+
 def _mlp(config, weights, x, experts):
-  """Returns the MLP of `x`, and the experts `[B, T, k]` or None."""
-  gain = weights.params['post_attention_layernorm']
-  h = layers.rms_norm(x, gain, config.norm_eps).reshape(-1, x.shape[-1])
+  """Returns the MLP of normed `x`, and the experts `[B, T, k]` or None."""
+  h = x.reshape(-1, x.shape[-1])
   h = weights.note('post_attention_layernorm', h)
   if 'mlp.gate' not in weights.params:
     return layers.mlp(h, weights, 'mlp').reshape(x.shape), None

@@ -79,7 +79,9 @@ class Array:
     return self.array.itemsize
 
 
-def call(kernel, grid, inputs, outputs, **constants) -> list[np.ndarray]:
+def call(
+    kernel, grid, inputs, outputs, aliases=None, **constants
+) -> list[np.ndarray]:
   """Returns what the kernel writes.
 
   Args:
@@ -87,16 +89,19 @@ def call(kernel, grid, inputs, outputs, **constants) -> list[np.ndarray]:
     grid: numbers of programs.
     inputs: numpy arrays.
     outputs: (shape, dtype) of each.
+    aliases: inputs, by number, that outputs start as.
     **constants: its constexpr arguments.
   """
   return _thread.submit(
-      _call, kernel, grid, inputs, outputs, constants
+      _call, kernel, grid, inputs, outputs, aliases or {}, constants
   ).result()
 
 
-def _call(kernel, grid, inputs, outputs, constants):
+def _call(kernel, grid, inputs, outputs, aliases, constants):
   _repair()
   results = [Array(_not_written(*output)) for output in outputs]
+  for source, output in aliases.items():
+    results[output].array[...] = inputs[source]
   arguments = [Array(x) for x in inputs]
   with np.errstate(all='ignore'):
     kernel[grid](*arguments, *results, **constants)
@@ -104,7 +109,14 @@ def _call(kernel, grid, inputs, outputs, constants):
 
 
 def _triton_call(
-    kernel, *arrays, out_shape, grid, num_warps, num_stages=3, **constants
+    kernel,
+    *arrays,
+    out_shape,
+    grid,
+    num_warps,
+    num_stages=3,
+    aliases=None,
+    **constants,
 ):
   """Stands in for `triton_call.call`, also under jit."""
   del num_warps, num_stages
@@ -112,7 +124,7 @@ def _triton_call(
   def run(*arrays):
     given = [np.asarray(array) for array in arrays]
     shapes = [(s.shape, s.dtype) for s in out_shape]
-    return call(kernel, grid, given, shapes, **constants)
+    return call(kernel, grid, given, shapes, aliases, **constants)
 
   return jax.pure_callback(run, list(out_shape), *arrays)
 

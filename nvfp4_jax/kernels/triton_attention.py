@@ -1,0 +1,251 @@
+"""Attention of one new token of every row, in Triton, for Hopper.
+
+One kernel does what XLA needs a dozen for: it normalizes and rotates a group of
+query heads and its key head, writes the key and the value where the cache has
+room for them, and attends to the positions of the row. The cache is read where
+it is, and only as far as the row has come.
+
+**The bits are those of `layers.attention`**, which the learner and the prompt
+use: rounding points and trees of sums are the same (`triton_exact`), and both
+dots take steps of 16 along the contraction axis, from left to right, if the
+tensor cores add alike for tiles of any width; the tests ask a GPU. Keys and
+values are the rows of a tile, and query heads its columns.
+
+Two passes over the keys: the first finds the largest score, the second needs
+it, since softmax weights are rounded to bfloat16 before they are used. Blocks of
+keys come in the order of the leaves of their tree, so that one unfinished sum
+of each height is all that is kept.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+
+from nvfp4_jax import qtensor
+from nvfp4_jax.kernels import triton_call
+from nvfp4_jax.kernels import triton_exact
+
+_BLOCKS = (64, 128)
+_HEAD_DIMS = (64, 128)
+_COLUMNS = 16  # of a tile: query heads of one key head
+_MOST_POSITIONS = 1 << 15
+
+
+def unsupported(
+    q: jax.Array,
+    rope: tuple[jax.Array, jax.Array],
+    cache: tuple[jax.Array | qtensor.QTensor, jax.Array | qtensor.QTensor],
+    live: int,
+    block: int,
+    capability: float,
+) -> str | None:
+  """Returns why this kernel cannot attend, or None if it can.
+
+  Args:
+    q: see `kernels.attend_token`.
+    rope: see there.
+    cache: see there.
+    live: see there.
+    block: see there.
+    capability: of the GPU.
+  """
+  k, _ = cache
+  if capability != 9.0:
+    return f'the kernel is for compute capability 9.0, not {capability}'
+  if isinstance(k, qtensor.QTensor) or k.dtype != jnp.bfloat16:
+    return 'the cache is not bfloat16'
+  heads, _, dim = k.shape[-3:]
+  if dim not in _HEAD_DIMS or 2 * rope[0].shape[-1] != dim:
+    return f'head_dim {dim}, all of it rotated, is not one of {_HEAD_DIMS}'
+  if q.shape[-1] > _COLUMNS * heads * dim:
+    return f'more than {_COLUMNS} query heads share a key head'
+  if block not in _BLOCKS:
+    return f'the block of {block} keys is not one of {_BLOCKS}'
+  if live > _MOST_POSITIONS:
+    return f'{live} positions are more than {_MOST_POSITIONS}'
+  return None
+
+
+@functools.partial(jax.jit, static_argnames=('live', 'block', 'eps'))
+def attend_token(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    gains: tuple[jax.Array, jax.Array] | None,
+    rope: tuple[jax.Array, jax.Array],
+    cache: tuple[jax.Array, jax.Array],
+    layer: jax.Array,
+    lengths: jax.Array,
+    *,
+    live: int,
+    block: int,
+    eps: float,
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+  """Returns attention's output and the cache: see `kernels.attend_token`."""
+  is_normed = gains is not None
+  if gains is None:
+    gains = q[0, :1], k[0, :1]  # not looked at
+  attend = functools.partial(
+      _call, live=live, block=block, eps=eps, is_normed=is_normed
+  )
+  arrays = (q, k, v, *gains, *rope, layer, lengths, *cache)
+  y, *cache = triton_call.with_vmap(attend)(*arrays)
+  return y, tuple(cache)
+
+
+def _call(*arrays, live, block, eps, is_normed):
+  q, k, lengths, k_cache = arrays[0], arrays[1], arrays[8], arrays[9]
+  *lead, batch, width = q.shape
+  layers, _, heads, positions, dim = k_cache.shape[len(lead) :]
+  return triton_call.call(
+      token_attention,
+      *arrays,
+      out_shape=[
+          jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (q, *arrays[9:])
+      ],
+      aliases={9: 1, 10: 2},
+      grid=(heads, batch, lengths.size // batch),
+      num_warps=4,
+      num_stages=3,
+      B=batch,
+      L=layers,
+      S=positions,
+      HEADS=heads,
+      GROUP=width // k.shape[-1],
+      D=dim,
+      NORM=is_normed,
+      EPS=eps,
+      SCALE=dim**-0.5,
+      LIVE=live,
+      BLOCK=block,
+      HEIGHT=(-(-live // block) - 1).bit_length(),
+  )
+
+
+@triton.jit
+def _normalize(first, second, gain_ptr, D: tl.constexpr, EPS: tl.constexpr):
+  """Returns `layers.rms_norm` of heads `[heads, D]`, given in two halves."""
+  squares = first * first + second * second
+  mean_square = triton_exact.tree_sum(squares, D // 2) * (1 / D)
+  inverse = triton_exact.rsqrt(triton_exact.fence(mean_square) + EPS)[:, None]
+  gain_ptr += tl.arange(0, D // 2)[None, :]
+  gain = triton_exact.round_to_bfloat16(tl.load(gain_ptr).to(tl.float32))
+  first = triton_exact.round_to_bfloat16(first * inverse) * gain
+  gain_ptr += D // 2
+  gain = triton_exact.round_to_bfloat16(tl.load(gain_ptr).to(tl.float32))
+  second = triton_exact.round_to_bfloat16(second * inverse) * gain
+  first = triton_exact.round_to_bfloat16(first)
+  return first, triton_exact.round_to_bfloat16(second)
+
+
+@triton.jit
+def _scores(keys, first, second, is_live, HALF: tl.constexpr):
+  """Returns `[keys, queries]` scores, -inf of keys that are not live."""
+  scores = tl.dot(tl.load(keys), first)
+  scores = tl.dot(tl.load(keys + HALF), second, scores)
+  return tl.where(is_live[:, None], scores, float('-inf'))
+
+
+@triton.jit
+def token_attention(
+    q_ptr, k_ptr, v_ptr, q_gain_ptr, k_gain_ptr, cos_ptr, sin_ptr,
+    layer_ptr, length_ptr, k_in_ptr, v_in_ptr, y_ptr, k_cache_ptr, v_cache_ptr,
+    B: tl.constexpr, L: tl.constexpr, S: tl.constexpr, HEADS: tl.constexpr,
+    GROUP: tl.constexpr, D: tl.constexpr,
+    NORM: tl.constexpr, EPS: tl.constexpr, SCALE: tl.constexpr,
+    LIVE: tl.constexpr, BLOCK: tl.constexpr, HEIGHT: tl.constexpr,
+):  # fmt: skip
+  """Attends with the query heads of one key head of one row.
+
+  `k_cache` and `k_in` are the same memory, and so are those of values. LIVE
+  positions are at most 2**HEIGHT blocks.
+  """
+  head, lane = tl.program_id(0), tl.program_id(2)
+  row = lane * B + tl.program_id(1)
+  position = tl.load(length_ptr + row)
+  layer = lane * L + tl.load(layer_ptr + lane)
+  sequence = (layer * B + tl.program_id(1)).to(tl.int64) * HEADS + head
+  k_cache_ptr += sequence * (S * D)
+  v_cache_ptr += sequence * (S * D)
+
+  HALF: tl.constexpr = D // 2
+  channel = tl.arange(0, HALF)[None, :]
+  cos = triton_exact.round_to_bfloat16(tl.load(cos_ptr + row * HALF + channel))
+  sin = triton_exact.round_to_bfloat16(tl.load(sin_ptr + row * HALF + channel))
+  k_ptr += (row * HEADS + head) * D
+  first = tl.load(k_ptr + channel).to(tl.float32)
+  second = tl.load(k_ptr + HALF + channel).to(tl.float32)
+  if NORM:
+    k_gain_ptr += lane * D
+    first, second = _normalize(first, second, k_gain_ptr, D, EPS)
+  has_room = position < S  # rows that are done may have none
+  slot = k_cache_ptr + position * D + channel
+  rotated = first * cos - second * sin
+  tl.store(slot, rotated.to(tl.bfloat16), mask=has_room)
+  rotated = second * cos + first * sin
+  tl.store(slot + HALF, rotated.to(tl.bfloat16), mask=has_room)
+  channels = tl.arange(0, D)
+  value = tl.load(v_ptr + (row * HEADS + head) * D + channels)
+  tl.store(v_cache_ptr + position * D + channels, value, mask=has_room)
+  tl.debug_barrier()  # the program's other threads will read them
+
+  column = tl.arange(0, 16)
+  query = (row * HEADS + head) * GROUP + column
+  is_query = column < GROUP
+  at = q_ptr + query[:, None] * D + channel
+  mask = is_query[:, None]
+  first = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+  second = tl.load(at + HALF, mask=mask, other=0.0).to(tl.float32)
+  if NORM:
+    q_gain_ptr += lane * D
+    first, second = _normalize(first, second, q_gain_ptr, D, EPS)
+  rotated = first * cos - second * sin
+  second = second * cos + first * sin
+  first = tl.trans((rotated * SCALE).to(tl.bfloat16))
+  second = tl.trans((second * SCALE).to(tl.bfloat16))
+
+  index = tl.arange(0, BLOCK)
+  blocks = tl.minimum(position, LIVE - 1) // BLOCK + 1
+  keys = k_cache_ptr + index[:, None] * D + channel
+  largest = tl.full((16,), float('-inf'), tl.float32)
+  for block in range(blocks):
+    is_live = block * BLOCK + index <= position
+    scores = _scores(keys + block * (BLOCK * D), first, second, is_live, HALF)
+    largest = tl.maximum(largest, tl.max(scores, axis=0))
+
+  values = v_cache_ptr + index[:, None] * D + channels[None, :]
+  y = tl.zeros((D, 16), tl.float32)
+  total = tl.zeros((BLOCK, 16), tl.float32)
+  sums, totals = (), ()
+  for _ in tl.static_range(HEIGHT):
+    sums, totals = sums + (y,), totals + (total,)
+  for leaf in range(1 << HEIGHT):
+    block = 0
+    for bit in tl.static_range(HEIGHT):
+      block = block * 2 + (leaf >> bit) % 2
+    is_live = block * BLOCK + index <= position
+    offset = tl.minimum(block, blocks - 1) * (BLOCK * D)  # no dead blocks
+    scores = _scores(keys + offset, first, second, is_live, HALF)
+    weights = triton_exact.exp(scores - largest[None, :]).to(tl.bfloat16)
+    y = tl.dot(tl.trans(tl.load(values + offset)), weights)
+    total = weights.to(tl.float32)
+    # A right child is added to its sibling; a left one waits for it.
+    is_whole = True
+    waiting, waiting_totals = (), ()
+    for bit in tl.static_range(HEIGHT):
+      is_right = (leaf >> bit) % 2 == 1
+      waits, meets = is_whole & (is_right == 0), is_whole & is_right
+      waiting += (tl.where(waits, y, sums[bit]),)
+      waiting_totals += (tl.where(waits, total, totals[bit]),)
+      y = tl.where(meets, sums[bit] + y, y)
+      total = tl.where(meets, totals[bit] + total, total)
+      is_whole = meets
+    sums, totals = waiting, waiting_totals
+
+  total = triton_exact.tree_sum(tl.trans(total), BLOCK)
+  y *= triton_exact.fence(1.0 / total)[None, :]
+  at = y_ptr + query[None, :] * D + channels[:, None]
+  tl.store(at, y.to(tl.bfloat16), mask=is_query[None, :])
