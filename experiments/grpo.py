@@ -215,7 +215,7 @@ def train(cfg: Config, start: Start, log: run.Log) -> None:
   segments = policy.segments((recipe.learner, recipe.sampler), paths)
   stack = lambda tree: transformer.stack(tree, segments)
   state = learner.init_state(stack(start.params), cfg.optimizer)
-  references = _references(quantizers, state.params)
+  references = make_references(quantizers, state.params)
   fixed = {
       'policy': config.to_json(recipe),
       'task': _problems(cfg.task),
@@ -302,15 +302,6 @@ def train(cfg: Config, start: Start, log: run.Log) -> None:
         raise SystemExit(0)
 
 
-def _references(quantizers, params):
-  """Returns the reference policy, in bfloat16 and as the learner runs it."""
-  bf16 = policy.Quantizer(policy.BF16)
-  references = {'bf16': policy.quantize_params(bf16, params)}
-  if quantizers.learner.policy != bf16.policy:
-    references['quantized'] = policy.quantize_params(quantizers.learner, params)
-  return references
-
-
 def _problems(task):
   """Returns what decides a task's problems and their order, but for a file."""
   names = ('name', 'digits', 'seed', 'dataset', 'system_prompt')
@@ -385,6 +376,17 @@ def make_quantizers(recipe: recipes.Recipe, seed: int) -> loop.Quantizers:
   return loop.Quantizers(
       policy.Quantizer(recipe.learner, key), policy.Quantizer(recipe.sampler)
   )
+
+
+def make_references(
+    quantizers: loop.Quantizers, params: policy.ParamTree
+) -> dict[str, policy.ParamTree]:
+  """Returns the reference policy, in bfloat16 and as the learner runs it."""
+  bf16 = policy.Quantizer(policy.BF16)
+  references = {'bf16': policy.quantize_params(bf16, params)}
+  if quantizers.learner.policy != bf16.policy:
+    references['quantized'] = policy.quantize_params(quantizers.learner, params)
+  return references
 
 
 def _report_pair(cfg, recipe, paths):

@@ -18,7 +18,7 @@ device's kernels of one call ran, as the profiler saw them, gaps not counted.
 others where they are computed 1, 16 or 512 at a time.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import dataclasses
 import functools
 import importlib
@@ -49,6 +49,11 @@ _QUANTIZERS = {
     'quantize nvfp4 2D': quantization.QuantSpec('nvfp4', block_2d=True),
     'quantize mxfp8': quantization.QuantSpec('mxfp8'),
 }
+_COLUMNS = (
+    *('us', 'min_us', 'max_us', 'host_us', 'device_us'),
+    *('gb_s', 'of_copy', 'device_gb_s', 'tflop_s', 'melem_s'),
+    *('mparam_s', 'temp_bytes', 'residual_bytes'),
+)
 _ROW_TILES = (2, 1), (4, 1), (8, 1), (16, 1), (4, 2), (8, 2), (8, 4)
 _TILES = [(4, 1024, 4), (4, 512, 4), (8, 512, 4), (2, 1024, 4), (8, 1024, 8)]
 _FEW_TILES = [
@@ -166,15 +171,34 @@ def measure(
     rows_of_bits: yields more rows, of the `rows` workloads.
     labels: returns what each row also says, when it is written.
   """
+  rows = record(log, _rows(cfg, workloads, rows_of_bits), labels)
+  print(table(rows, _COLUMNS))
+
+
+def record(
+    log: run.Log,
+    rows: Iterable[Mapping[str, Any]],
+    labels: Callable[[], Mapping[str, Any]] = dict,
+) -> list[dict[str, Any]]:
+  """Logs and prints each row as it comes, and returns all of them.
+
+  Args:
+    log: for the rows; what it held is dropped.
+    rows: in their order, which becomes `step`.
+    labels: returns what each row also says, when it is written.
+  """
   log.rewind(0)
-  rows: list[dict[str, Any]] = []
+  written: list[dict[str, Any]] = []
+  for row in rows:
+    written.append({'step': len(written), **row, **labels()})
+    log(written[-1])
+    print(written[-1], flush=True)
+  return written
 
-  def write(row):
-    rows.append({'step': len(rows), **row, **labels()})
-    log(rows[-1])
-    print(rows[-1], flush=True)
 
-  write(_machine(cfg))
+def _rows(cfg, workloads, rows_of_bits):
+  """Yields the rows of a machine, a copy and the workloads."""
+  yield machine(_torch(cfg))
   copy = None
   for workload in (_copy(cfg), *workloads):
     if cfg.only in workload.name or workload.name == 'copy':
@@ -183,21 +207,19 @@ def measure(
         copy = max(
             (row['gb_s'] for row in timed if 'gb_s' in row), default=None
         )
-      for row in timed:
-        write(row)
+      yield from timed
   if cfg.only in 'rows':
-    for row in rows_of_bits():
-      write(row)
-  print(_table(rows))
+    yield from rows_of_bits()
 
 
-def _machine(cfg):
+def machine(torch: Any = None) -> dict[str, Any]:
+  """Returns the first row of a run, which says where it is; torch if used."""
   device = jax.devices()[0]
   return {
       'workload': 'machine',
       'device': device.device_kind,
       'jax': jax.__version__,
-      'torch': getattr(_torch(cfg), '__version__', None),
+      'torch': getattr(torch, '__version__', None),
       'load': os.getloadavg()[0],
   }
 
@@ -216,7 +238,7 @@ def _time(cfg, workload, copy) -> Iterator[dict[str, Any]]:
   host = {candidate.name: [] for candidate in candidates}
   for candidate in candidates:
     candidate.wait(candidate.start())
-  on_device = {c.name: _device_seconds(c) for c in candidates}
+  on_device = {c.name: device_seconds(c) for c in candidates}
   for _ in range(cfg.repeats):
     for candidate in candidates:
       seconds = {}
@@ -264,7 +286,7 @@ def _time(cfg, workload, copy) -> Iterator[dict[str, Any]]:
     yield row
 
 
-def _device_seconds(candidate) -> float:
+def device_seconds(candidate: Candidate) -> float:
   """Returns how long the kernels of one `start` ran; 0 without a GPU."""
   if jax.default_backend() != 'gpu':
     return 0.0
@@ -487,21 +509,19 @@ def _rows_of_few_and_many(cfg) -> Iterator[dict[str, Any]]:
       yield row | {'different': different, 'compared': 2 * few.size}
 
 
-def _table(rows):
-  """Returns the rows as text."""
-  columns = ('us', 'min_us', 'max_us', 'host_us', 'device_us')
-  columns += ('gb_s', 'of_copy', 'device_gb_s', 'tflop_s', 'melem_s')
-  columns += ('mparam_s', 'temp_bytes', 'residual_bytes')
+def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str:
+  """Returns the rows as text, but for the first, and columns that they have."""
   columns = [name for name in columns if any(name in row for row in rows)]
-  table: list[list[str]] = [['workload: candidate', *columns, 'different']]
+  differ = 'different' if any('different' in row for row in rows) else ''
+  lines: list[list[str]] = [['workload: candidate', *columns, differ]]
   for row in rows[1:]:
     cells = [
         f'{row[column]:.3g}' if column in row else '' for column in columns
     ]
     last = row.get('different', row.get('error', ''))
     name = f'{row["workload"]}: {row["candidate"]}'
-    table.append([name, *cells, str(last)[:60]])
-  return run.aligned(table)
+    lines.append([name, *cells, str(last)[:60]])
+  return run.aligned(lines)
 
 
 if __name__ == '__main__':

@@ -83,13 +83,51 @@ def linear(
     noted under `name`, but for rows that are sorted by expert.
   """
   y = _product(x, weights, name, group_sizes, xq)
+  return y if group_sizes is not None else _add_bias(y, weights, name)
+
+
+def linears(
+    x: jax.Array,
+    weights: LayerWeights,
+    names: tuple[str, ...],
+    *,
+    xq: qtensor.QTensor | None = None,
+) -> tuple[jax.Array, ...]:
+  """Returns `linear` of several weights; in one launch where kernels can.
+
+  Args:
+    x: `[..., K]`.
+    weights: the layer.
+    names: which weights, `[N, K]`.
+    xq: `quantize_input` of `x` for these names.
+  """
+  ws = [weights.params[name] for name in names]
+  precisions = [weights.precisions[name] for name in names]
+  is_plain = all(
+      p is None or not p.residual and (xq is not None or p.lhs is None)
+      for p in precisions
+  )
+  if not is_plain or not all(isinstance(w, qtensor.Layer) for w in ws):
+    return tuple(linear(x, weights, name, xq=xq) for name in names)
+  rows = x.reshape(-1, x.shape[-1])
+  ys = kernels.matmuls(rows if xq is None else xq, ws, dtype=x.dtype)
+  ys = (y.reshape(*x.shape[:-1], -1) for y in ys)
+  return tuple(
+      _add_bias(y, weights, name) for y, name in zip(ys, names, strict=True)
+  )
+
+
+def _add_bias(y, weights, name):
   bias = weights.params.get(f'{name}.bias')
-  y = y if bias is None else add(y, _as(bias, x.dtype))
-  return y if group_sizes is not None else weights.note(name, y)
+  y = y if bias is None else add(y, _as(bias, y.dtype))
+  return weights.note(name, y)
 
 
 def _product(x, weights, name, group_sizes, xq):
   w, precision = weights.params[name], weights.precisions[name]
+  if precision is None and isinstance(w, qtensor.Layer):
+    y = kernels.matmul(x.reshape(-1, x.shape[-1]), w, dtype=x.dtype)
+    return y.reshape(*x.shape[:-1], -1)
   if precision is None:
     return matmul.unquantized_matmul(x, w, group_sizes, dtype=x.dtype)
   if isinstance(w, (qtensor.QTensor, qtensor.Layer)):
@@ -146,7 +184,10 @@ def rms_norm(x: jax.Array, gain: jax.Array, eps: float) -> jax.Array:
 
 
 def decoded_rms_norm(
-    x: jax.Array, gain: jax.Array, eps: float, y: jax.Array | None = None
+    x: jax.Array,
+    gain: jax.Array | qtensor.Layer,
+    eps: float,
+    y: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
   """Returns `add(x, y)` and its `rms_norm`, in one kernel where there is one.
 
@@ -154,7 +195,7 @@ def decoded_rms_norm(
 
   Args:
     x: `[..., D]`.
-    gain: `[D]`.
+    gain: `[D]`, or that of a stack.
     eps: added to the mean square.
     y: `[..., D]`, or None for nothing.
   """
@@ -163,6 +204,7 @@ def decoded_rms_norm(
     y = None if y is None else y.reshape(rows.shape)
     total, normed = kernels.rms_norm(rows, gain, eps, y)
     return total.reshape(x.shape), normed.reshape(x.shape)
+  gain = gain.take() if isinstance(gain, qtensor.Layer) else gain
   total = x if y is None else add(x, y)
   return total, rms_norm(total, gain, eps)
 
@@ -239,7 +281,10 @@ def attention(
   live = jnp.arange(keys) <= positions[:, None, None, :, None]
   scores = jnp.where(live, scores, -jnp.inf)
   largest = lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
-  weights = _as(exact.exp(scores - largest), q.dtype)
+  # Without the barrier, XLA for GPUs weighs for minutes what of the scores it
+  # could compute again in each branch of the tree.
+  shifted = lax.optimization_barrier(scores - largest)
+  weights = _as(exact.exp(shifted), q.dtype)
   total = exact.tree_sum(weights.astype(jnp.float32))
 
   rows = weights.shape[2] * length
@@ -284,9 +329,11 @@ def mlp(
   if xq is None:
     xq = quantize_input(x, weights, (gate, up))
   project = functools.partial(linear, weights=weights, group_sizes=group_sizes)
-  hidden = swiglu(project(x, name=gate, xq=xq), project(x, name=up, xq=xq))
   if group_sizes is None:
+    hidden = swiglu(*linears(x, weights, (gate, up), xq=xq))
     hidden = weights.note(f'{prefix}.swiglu', hidden)
+  else:
+    hidden = swiglu(project(x, name=gate, xq=xq), project(x, name=up, xq=xq))
   return project(hidden, name=down)
 
 

@@ -260,7 +260,7 @@ def _checked_matmul(
     if w is not None:
       raise ValueError('wq is a layer of a stack: w must be None.')
     k = qtensor.num_columns(wq.stack)
-    if group_sizes is not None or (precision and precision.residual):
+    if precision is not None and precision.residual is not None:
       wq = wq.take()
   else:
     k = w.shape[-1] if w is not None else qtensor.num_columns(wq)
@@ -297,6 +297,7 @@ def _checked_matmul(
 def _check_given(name, q, spec, shape):
   if q is None:
     return
+  q = q.stack if isinstance(q, qtensor.Layer) else q
   if q.format.name != spec.format:
     raise ValueError(f'{name} is {q.format.name}, not {spec.format}.')
   if shape is None:

@@ -44,30 +44,32 @@ class QTensor:
 
 
 @struct.dataclass
-class Layer:
-  """One matrix of a stack, for kernels that read it where it is.
+class Layer[T: (QTensor, jax.Array)]:
+  """One matrix or vector of a stack, for kernels that read it where it is.
 
   In a loop over layers, an index costs nothing, a slice a copy.
 
   Attributes:
-    stack: `[L, ..., M, K]`.
+    stack: `[L, ...]`.
     index: int32, which of the L.
   """
 
-  stack: QTensor
+  stack: T
   index: jax.Array
 
-  @property
-  def format(self) -> formats.Format:
-    """The number format."""
-    return self.stack.format
-
-  def take(self) -> QTensor:
-    """Returns the matrix."""
+  def take(self) -> T:
+    """Returns the matrix or vector."""
     take = lambda leaf: lax.dynamic_index_in_dim(
         leaf, self.index, keepdims=False
     )
     return jax.tree.map(take, self.stack)
+
+
+def as_layer[T: (QTensor, jax.Array)](x: T | Layer[T]) -> Layer[T]:
+  """Returns `x` as a layer: if it is none, of a stack of its own."""
+  if isinstance(x, Layer):
+    return x
+  return Layer(jax.tree.map(lambda leaf: leaf[None], x), jnp.int32(0))
 
 
 @jax.jit

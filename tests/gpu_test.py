@@ -19,11 +19,17 @@ import pytest
 from experiments import grpo
 from experiments import run
 from nvfp4_jax import kernels
+from nvfp4_jax import kv_cache
 from nvfp4_jax import layers
 from nvfp4_jax import matmul
+from nvfp4_jax import policy
 from nvfp4_jax import qtensor
 from nvfp4_jax import quantization
+from nvfp4_jax import recipes
 from nvfp4_jax import self_check
+from nvfp4_jax.kernels import reference
+from nvfp4_jax.models import config as model_config
+from nvfp4_jax.models import transformer
 from tests import byte_table
 from tests import golden_cases
 from tests import numpy_oracle
@@ -164,14 +170,6 @@ _STEPS = [
 ]
 
 
-def _compile_like_run(function, **operands):
-  """Returns what XLA computes under the flags that experiments set."""
-  flags = (flag.lstrip('-').split('=') for flag in run.GPU_FLAGS)
-  options = {name: json.loads(value) for name, value in flags}
-  lowered = jax.jit(function).lower(**operands)
-  return lowered.compile(compiler_options=options)(**operands)
-
-
 def _norm(x, gain, y):
   total = x if y is None else layers.add(x, y)
   return total, layers.rms_norm(total, gain, 1e-6)
@@ -298,12 +296,38 @@ class TritonTest(chex.TestCase):
     for rows in (1, 2, 16, 17, 32, 33, 64, 129):
       np.testing.assert_array_equal(multiply(rows), want[:rows])
 
+  @parameterized.parameters(
+      (1024, 3072), (3072, 1024), (70, 192), (4096, 4096), (576, 1536)
+  )
+  def test_bits_of_few_bfloat16_rows_are_those_of_many(self, n, k):
+    # XLA's own matmuls of few rows divide K for some of these.
+    x, w = cases.operands(1024, n, k)
+    x = jnp.where(jnp.arange(k) % 97 == 5, 300 * x, x)
+    want = np.asarray(_jit(reference.matmul)(x, w))
+    stack = qtensor.Layer(jnp.stack([2 * w, w]), jnp.int32(1))
+    for rows in (1, 2, 16, 17, 33, 64, 129, 256):
+      y = kernels.matmul(x[:rows], w, implementation='triton')
+      np.testing.assert_array_equal(y, want[:rows])
+      for got in kernels.matmuls(x[:rows], (stack, stack)):
+        np.testing.assert_array_equal(got, want[:rows])
+
+  @parameterized.parameters(None, _Spec('nvfp4', 'token'))
+  def test_quantized_weights_share_a_launch(self, lhs):
+    x, w = cases.operands(64, 2 * 1024, 1024)
+    x = x if lhs is None else quantization.quantize(x, lhs)
+    wq = quantization.quantize(
+        w.reshape(2, 1024, 1024), _Spec('nvfp4', four_over_six='mse')
+    )
+    ws = [qtensor.Layer(wq, jnp.int32(i)) for i in (1, 0, 1)]
+    for y, w in zip(kernels.matmuls(x, ws), ws, strict=True):
+      np.testing.assert_array_equal(y, kernels.scaled_matmul(x, w.take()))
+
   @parameterized.parameters(*_STEPS)
   def test_attention_of_a_token_has_the_learners_bits(self, case, live):
     operands = attention_cases.operands(case)
     static = dict(live=live, block=case.block)
-    want = _compile_like_run(
-        functools.partial(attention_cases.reference, **static), **operands
+    want = _jit(functools.partial(attention_cases.reference, **static))(
+        **operands
     )
     for got in (
         kernels.attend_token(**operands, **static, eps=attention_cases.EPS)
@@ -326,7 +350,7 @@ class TritonTest(chex.TestCase):
     x = x * jnp.exp(3 * y.astype(jnp.float32)).astype(jnp.bfloat16)
     y = y if adds else None
     got = kernels.rms_norm(x, gain[0], 1e-6, y)
-    want = _compile_like_run(_norm, x=x, gain=gain[0], y=y)
+    want = _jit(_norm)(x, gain[0], y)
     for ours, wanted in zip(got, want, strict=True):
       np.testing.assert_array_equal(
           np.asarray(ours).view(np.uint16), np.asarray(wanted).view(np.uint16)
@@ -352,7 +376,7 @@ class TritonTest(chex.TestCase):
         (kernels.scaled_matmul, (xq, wq)),
     ):
       y = np.asarray(function(*operands, sizes, implementation='triton'))
-      want = np.asarray(function(*operands, sizes))
+      want = np.asarray(function(*operands, sizes, implementation='reference'))
       self.assert_close(y, want)
       if function is kernels.wgrad:
         np.testing.assert_array_equal(y[np.asarray(sizes) == 0], 0)
@@ -409,6 +433,114 @@ class TritonTest(chex.TestCase):
       y = jax.jit(jax.vmap(fn))(sizes)
       for lane in range(3):
         np.testing.assert_array_equal(y[lane], fn(sizes[lane]))
+
+  @pytest.mark.skipif(jax.device_count() > 1, reason='chosen on one device')
+  @parameterized.parameters('matmul', 'dgrad', 'wgrad', 'scaled_matmul')
+  def test_grouped_matmuls_are_triton_by_default(self, name):
+    x, dy, w, sizes, _ = _grouped(*_GROUPS[0])
+    operands = {
+        'matmul': (x, w),
+        'dgrad': (dy, w),
+        'wgrad': (dy, x),
+        'scaled_matmul': (x, quantization.quantize(w, _Spec('nvfp4'))),
+    }[name]
+    function = getattr(kernels, name)
+    kernels._log_once.cache_clear()
+    with self.assertLogs(kernels.__name__, 'INFO') as logs:
+      y = function(*operands, sizes)
+    self.assertIn(f"{name}: implementation 'triton'", logs.output[0])
+    want = function(*operands, sizes, implementation='triton')
+    np.testing.assert_array_equal(y, want)
+
+  @pytest.mark.skipif(jax.device_count() > 1, reason='chosen on one device')
+  @parameterized.parameters('bf16', 'nvfp4_w4a16', 'nvfp4_dequantized')
+  def test_bits_of_experts_do_not_depend_on_the_batch(self, recipe):
+    quantizer, tree = _moe_tree(recipe)
+    segment = jax.tree.map(lambda leaf: leaf[0], tree['layers'][0])
+    (precisions,) = policy.segment_precisions(quantizer.policy, tree)
+    weights = layers.LayerWeights(segment, {}, precisions)
+    x, _ = cases.operands(1024, 8, _MOE.embed_dim)
+
+    @jax.jit
+    def experts(x, sizes):
+      return layers.mlp(x, weights, 'mlp.experts', group_sizes=sizes)
+
+    want = np.asarray(experts(x, jnp.array([0, 1024, *[0] * 6])))
+    self.assertTrue(np.isfinite(want).all())
+    for rows in (1, 5, 16, 40, 130, 600):
+      sizes = jnp.array([0, rows, *[0] * 6])
+      np.testing.assert_array_equal(experts(x[:rows], sizes), want[:rows])
+    sizes = jnp.array([300, 333, 0, 391, *[0] * 4])
+    np.testing.assert_array_equal(experts(x, sizes)[300:633], want[300:633])
+
+  @pytest.mark.skipif(jax.device_count() > 1, reason='chosen on one device')
+  @parameterized.parameters('bf16', 'nvfp4_w4a16', 'nvfp4_dequantized')
+  def test_learner_and_sampler_of_experts_have_the_same_bits(self, recipe):
+    quantizer, tree = _moe_tree(recipe)
+    batch, prompt, length = 4, 20, 32
+    tokens = jax.random.randint(
+        jax.random.key(1), (batch, length), 0, _MOE.vocab_size
+    )
+    kernels._log_once.cache_clear()
+    with self.assertLogs(kernels.__name__, 'INFO') as logs:
+      forward = _jit(
+          lambda tree, tokens: transformer.forward(
+              _MOE, tree, tokens, quantizer
+          )
+      )
+      want = np.asarray(forward(tree, tokens))
+      prefill = _jit(
+          lambda tree, tokens, lengths, cache: transformer.prefill(
+              _MOE, tree, tokens, lengths, quantizer, cache
+          )
+      )
+      step = _jit(
+          lambda tree, tokens, cache: transformer.decode_step(
+              _MOE, tree, tokens, quantizer, cache, 64
+          )
+      )
+      cache = kv_cache.init(
+          _MOE.num_layers, batch, _MOE.num_kv_heads, 64, _MOE.head_dim
+      )
+      hidden, cache, _ = prefill(
+          tree, tokens[:, :prompt], jnp.full((batch,), prompt), cache
+      )
+      np.testing.assert_array_equal(hidden, want[:, prompt - 1])
+      for i in range(prompt, length):
+        hidden, cache, _ = step(tree, tokens[:, i], cache)
+        np.testing.assert_array_equal(hidden, want[:, i])
+    name = 'matmul' if recipe == 'bf16' else 'scaled_matmul'
+    chosen = [line for line in logs.output if f':{name}: ' in line]
+    self.assertLen(chosen, 1)
+    self.assertIn("implementation 'triton'", chosen[0])
+
+
+_MOE = model_config.ModelConfig(
+    vocab_size=64,
+    num_layers=2,
+    embed_dim=256,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+    num_experts=8,
+    experts_per_token=2,
+    moe_dim=128,
+)
+
+
+def _moe_tree(recipe):
+  """Returns a recipe's quantizer and its tree of a small model, stacked."""
+  quantizer = policy.Quantizer(recipes.get(recipe).learner)
+  params = transformer.init_params(jax.random.key(0), _MOE)
+  params = transformer.stack(params, (_MOE.num_layers,))
+  return quantizer, policy.quantize_params(quantizer, params)
+
+
+def _jit(fn):
+  """Jits under the flags that experiments set, for this program alone."""
+  flags = (flag.lstrip('-').split('=') for flag in run.GPU_FLAGS)
+  options = {name: json.loads(value) for name, value in flags}
+  return jax.jit(fn, compiler_options=options)
 
 
 def _grouped(rows, n, k, sizes):

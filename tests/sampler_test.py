@@ -97,9 +97,9 @@ class GenerateTest(chex.TestCase):
     args = (config, tree, quantizer, *sampler.pad_prompts(PROMPTS))
     taken = []
 
-    def reads_layers(wq):
-      taken.append(wq)
-      return wq.data.ndim == 3
+    def reads_layers(stack):
+      taken.append(stack)
+      return jax.tree.leaves(stack)[0].ndim == 3
 
     want = sampler.generate(*args, jax.random.key(0), SAMPLE)
     jax.clear_caches()

@@ -14,6 +14,7 @@ function says so, None is the reference. `reference` runs wherever XLA does and
 defines the answer.
 """
 
+from collections.abc import Sequence
 import functools
 import logging
 import types
@@ -28,6 +29,7 @@ from nvfp4_jax import quantization
 from nvfp4_jax.kernels import reference
 
 type Implementation = Literal['reference', 'triton']
+type Vector = jax.Array | qtensor.Layer[jax.Array]  # one of a stack
 
 _IMPLEMENTATIONS = ('reference', 'triton')
 _LOWEST_CAPABILITY = 9.0  # from here on, Triton converts to E4M3 in hardware
@@ -154,12 +156,11 @@ def scaled_matmul(
     group_sizes: `[E]` int32 or None.
     dtype: of the result: float32, or bfloat16.
     implementation: 'reference', 'triton', or None to choose. 'triton' adds in
-      an order of its own. On Hopper, with nvfp4 weights and K a multiple of
-      128 (with groups, and N one of 64), a row's bits do not depend on how many
-      rows there are; it is chosen without groups, and must be named with them.
-      On Blackwell, where it has
-      been compiled but not run, it takes both operands nvfp4 or both mxfp8, no
-      groups, and must be named.
+      an order of its own. On Hopper it takes nvfp4 weights with K a multiple
+      of 128 (with groups, and N one of 64), and a row's bits do not depend on
+      how many rows there are. On Blackwell, where it has been compiled but not
+      run, it takes both operands nvfp4 or both mxfp8, no groups, and must be
+      named.
     tile: of 'triton': rows of x and features that a program computes, its
       number of warps and of stages. None for what suits the shape.
 
@@ -168,8 +169,7 @@ def scaled_matmul(
     NotImplementedError: 'triton' cannot run here, or not with these operands.
   """
   _check_choice(implementation, tile)
-  if jnp.dtype(dtype) not in (jnp.float32, jnp.bfloat16):
-    raise ValueError(f'dtype {dtype} is not float32 or bfloat16.')
+  _check_dtype(dtype)
   problem = _why_not_triton(implementation)
   if problem is None:
     problem = _why_no_triton_matmul(x, wq, group_sizes, implementation)
@@ -184,16 +184,55 @@ def scaled_matmul(
   return exact.to_bfloat16(y) if jnp.dtype(dtype) == jnp.bfloat16 else y
 
 
-def reads_layers(wq: qtensor.QTensor) -> bool:
-  """Returns whether matmuls may read a layer `[N, K]` of a stack `[L, N, K]`.
+def reads_layers(stack: qtensor.QTensor | jax.Array) -> bool:
+  """Returns whether matmuls of few rows may read a layer where it is.
 
-  If so, `scaled_matmul` is to be given `qtensor.Layer`s.
+  If so, they are to be given `qtensor.Layer`s. Those of many rows take them.
+
+  Args:
+    stack: `[L, N, K]`, or quantized `[L, E, N, K]` of experts.
   """
-  if wq.data.ndim != 3 or _why_not_triton(None) is not None:
+  if _why_not_triton(None) is not None:
     return False
-  layer = jax.eval_shape(qtensor.Layer(wq, jnp.int32(0)).take)
-  x = jax.ShapeDtypeStruct((1, qtensor.num_columns(wq)), jnp.bfloat16)
-  return _why_no_triton_matmul(x, layer, None, None) is None
+  layer = jax.eval_shape(lambda: jax.tree.map(lambda leaf: leaf[0], stack))
+  if isinstance(layer, qtensor.QTensor):
+    x = jax.ShapeDtypeStruct((1, qtensor.num_columns(layer)), jnp.bfloat16)
+    experts = layer.data.shape[:-2]
+    if len(experts) > 1:
+      return False
+    sizes = jax.ShapeDtypeStruct(experts, jnp.int32) if experts else None
+    return _why_no_triton_matmul(x, layer, sizes, None) is None
+  x = jax.ShapeDtypeStruct((1, layer.shape[-1]), jnp.bfloat16)
+  problem = _triton_few().unsupported_bfloat16(x, layer, _compute_capability())
+  return problem is None
+
+
+def matmuls(
+    x: jax.Array | qtensor.QTensor,
+    ws: Sequence[qtensor.Layer],
+    *,
+    dtype: jax.typing.DTypeLike = jnp.float32,
+) -> tuple[jax.Array, ...]:
+  """Returns what `matmul` or `scaled_matmul` gives of each weight.
+
+  Weights that share few rows share a launch, where `reads_layers` says that
+  they may be read in their stacks. Without derivative.
+
+  Args:
+    x: `[M, K]`, quantized or not.
+    ws: layers of `[L, N, K]`, quantized or not, up to three.
+    dtype: of the results: float32, or bfloat16.
+  """
+  if _few_share_a_launch(x, ws):
+    return _triton_few().matmuls(x, tuple(ws), dtype=dtype)
+  if isinstance(x, qtensor.QTensor):
+    return tuple(scaled_matmul(x, w, dtype=dtype) for w in ws)
+  return tuple(
+      scaled_matmul(x, w, dtype=dtype)
+      if isinstance(w.stack, qtensor.QTensor)
+      else matmul(x, w, dtype=dtype)
+      for w in ws
+  )
 
 
 def normalizes_rows(x: jax.Array) -> bool:
@@ -208,7 +247,7 @@ def normalizes_rows(x: jax.Array) -> bool:
 
 
 def rms_norm(
-    x: jax.Array, gain: jax.Array, eps: float, y: jax.Array | None = None
+    x: jax.Array, gain: Vector, eps: float, y: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
   """Returns `x + y` and its RMSNorm, with the bits of `layers`' functions.
 
@@ -216,7 +255,7 @@ def rms_norm(
 
   Args:
     x: `[M, D]` bfloat16.
-    gain: `[D]`.
+    gain: `[D]`, or that of a stack.
     eps: added to the mean square.
     y: `[M, D]` bfloat16; None for nothing.
 
@@ -256,7 +295,7 @@ def attend_token(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    gains: tuple[jax.Array, jax.Array] | None,
+    gains: tuple[Vector, Vector] | None,
     rope: tuple[jax.Array, jax.Array],
     cache: tuple[jax.Array, jax.Array],
     layer: jax.Array,
@@ -275,7 +314,8 @@ def attend_token(
     q: `[B, H * D]` bfloat16, projected queries.
     k: `[B, H_kv * D]` bfloat16, projected keys.
     v: `[B, H_kv * D]` bfloat16.
-    gains: `[D]` of the norms of q and k heads; None in a model without.
+    gains: `[D]` of the norms of q and k heads, or such layers of stacks; None
+      in a model without.
     rope: cosines and sines `[B, D / 2]` float32 at the rows' lengths.
     cache: keys and values `[L, B, H_kv, S, D]` bfloat16.
     layer: int32, which layer of the cache.
@@ -324,33 +364,50 @@ def scaled_wgrad(
 
 def matmul(
     x: jax.Array,
-    w: jax.Array,
+    w: jax.Array | qtensor.Layer,
     group_sizes: jax.Array | None = None,
     *,
+    dtype: jax.typing.DTypeLike = jnp.float32,
     implementation: Implementation | None = None,
     tile: tuple[int, int, int, int] | None = None,
 ) -> jax.Array:
-  """Returns `x @ w.T`, float32 `[M, N]`, of unquantized operands.
+  """Returns `x @ w.T` `[M, N]` of unquantized operands, added in float32.
 
   Args:
     x: `[M, K]`.
-    w: `[N, K]`, or `[E, N, K]` with `group_sizes`.
+    w: `[N, K]`, or `[E, N, K]` with `group_sizes`; or `[N, K]` of a stack.
     group_sizes: `[E]` int32 or None.
-    implementation: 'reference', also for None, or 'triton', which is for
-      bfloat16 with groups on Hopper, N and K multiples of 64. Each adds in an
-      order of its own.
+    dtype: of the result: float32, or bfloat16.
+    implementation: 'reference', 'triton', or None to choose. 'triton' is for
+      bfloat16 on Hopper: with groups, N and K multiples of 64; without, K one
+      of 64 and up to 256 rows, whose bits are then those that XLA's matmul
+      gives among many rows. With groups, it adds in an order of its own.
     tile: of 'triton': rows of x and features that a program computes, its
       number of warps and of stages. None for what suits the shape.
 
   Raises:
-    ValueError: another implementation; a tile without 'triton'.
+    ValueError: another implementation or dtype; a tile without 'triton'.
     NotImplementedError: 'triton' cannot run here, or not with these operands.
   """
   _check_choice(implementation, tile)
-  if implementation != 'triton':
-    return reference.matmul(x, w, group_sizes)
-  _check_grouped('matmul', x, w, group_sizes)
-  return _triton_grouped().matmul(x, w, group_sizes, tile=tile)
+  _check_dtype(dtype)
+  if group_sizes is None:
+    problem = _why_not_triton(implementation)
+    if problem is None:
+      problem = _triton_few().unsupported_bfloat16(
+          x, _matrix(w), _compute_capability()
+      )
+    if _is_triton('matmul of few rows', implementation, problem):
+      ws = (qtensor.as_layer(w),)
+      (y,) = _triton_few().matmuls(x, ws, dtype=dtype, tile=tile)
+      return y
+    w = w.take() if isinstance(w, qtensor.Layer) else w
+    y = reference.matmul(x, w, None)
+  elif _is_triton_grouped('matmul', x, w, group_sizes, implementation):
+    y = _triton_grouped().matmul(x, w, group_sizes, tile=tile)
+  else:
+    y = reference.matmul(x, w, group_sizes)
+  return exact.to_bfloat16(y) if jnp.dtype(dtype) == jnp.bfloat16 else y
 
 
 def dgrad(
@@ -366,10 +423,9 @@ def dgrad(
   The features of a tile are columns of w.
   """
   _check_choice(implementation, tile)
-  if implementation != 'triton':
-    return reference.dgrad(dy, w, group_sizes)
-  _check_grouped('dgrad', dy, w, group_sizes)
-  return _triton_grouped().dgrad(dy, w, group_sizes, tile=tile)
+  if _is_triton_grouped('dgrad', dy, w, group_sizes, implementation):
+    return _triton_grouped().dgrad(dy, w, group_sizes, tile=tile)
+  return reference.dgrad(dy, w, group_sizes)
 
 
 def wgrad(
@@ -388,10 +444,9 @@ def wgrad(
   columns of x and of dy.
   """
   _check_choice(implementation, tile)
-  if implementation != 'triton':
-    return reference.wgrad(dy, x, group_sizes)
-  _check_grouped('wgrad', dy, x, group_sizes)
-  return _triton_grouped().wgrad(dy, x, group_sizes, tile=tile)
+  if _is_triton_grouped('wgrad', dy, x, group_sizes, implementation):
+    return _triton_grouped().wgrad(dy, x, group_sizes, tile=tile)
+  return reference.wgrad(dy, x, group_sizes)
 
 
 def _check_choice(implementation, tile):
@@ -403,17 +458,9 @@ def _check_choice(implementation, tile):
     raise ValueError(f"tile {tile} is of implementation 'triton' only.")
 
 
-def _check_grouped(function, x, w, group_sizes):
-  """Raises NotImplementedError where Triton cannot multiply, and says why."""
-  problem = _cannot_run_triton()
-  if problem is None and group_sizes is None:
-    problem = 'the Triton matmul of unquantized operands has groups only'
-  if problem is None:
-    problem = _triton_grouped().unsupported_bfloat16(
-        x, w, group_sizes, _compute_capability()
-    )
-  if problem is not None:
-    raise NotImplementedError(f'{function}: {problem}.')
+def _check_dtype(dtype):
+  if jnp.dtype(dtype) not in (jnp.float32, jnp.bfloat16):
+    raise ValueError(f'dtype {dtype} is not float32 or bfloat16.')
 
 
 @functools.cache
@@ -463,12 +510,50 @@ def _is_triton(function, implementation, problem) -> bool:
 def _why_no_triton_matmul(x, wq, group_sizes, implementation) -> str | None:
   """Returns why `scaled_matmul` cannot use Triton, or must not choose it."""
   module = _triton_matmul() if group_sizes is None else _triton_grouped()
-  if isinstance(wq, qtensor.Layer):
-    wq = jax.eval_shape(wq.take)
-  problem = module.unsupported(x, wq, group_sizes, _compute_capability())
+  problem = module.unsupported(
+      x, _matrix(wq), group_sizes, _compute_capability()
+  )
   if problem is None and implementation is None:
     problem = module.WHY_NOT_CHOSEN
   return problem
+
+
+def _matrix(w):
+  """Returns a weight, or the shapes of that which a Layer stands for."""
+  return jax.eval_shape(w.take) if isinstance(w, qtensor.Layer) else w
+
+
+def _few_share_a_launch(x, ws) -> bool:
+  """Returns whether `triton_few` multiplies these; none of them logs that."""
+  if _why_not_triton(None) is not None or len(ws) > 3:
+    return False
+  few, capability = _triton_few(), _compute_capability()
+  if isinstance(x, qtensor.QTensor) or isinstance(ws[0].stack, qtensor.QTensor):
+    rows = x.data.shape[0] if isinstance(x, qtensor.QTensor) else x.shape[0]
+    return rows <= few.MOST_NVFP4_ROWS and all(
+        isinstance(w.stack, qtensor.QTensor)
+        and _why_no_triton_matmul(x, w, None, None) is None
+        for w in ws
+    )
+  return not any(
+      isinstance(w.stack, qtensor.QTensor)
+      or few.unsupported_bfloat16(x, _matrix(w), capability)
+      for w in ws
+  )
+
+
+def _is_triton_grouped(function, x, w, group_sizes, implementation) -> bool:
+  """Returns whether Triton multiplies unquantized operands: `_is_triton`."""
+  if group_sizes is None and implementation is None:
+    return False
+  problem = _why_not_triton(implementation)
+  if problem is None and group_sizes is None:
+    problem = 'Triton has this of groups only'
+  if problem is None:
+    problem = _triton_grouped().unsupported_bfloat16(
+        x, w, group_sizes, _compute_capability()
+    )
+  return _is_triton(function, implementation, problem)
 
 
 def _decodes_in_triton(function, q, implementation) -> bool:
@@ -507,6 +592,12 @@ def _triton_matmul() -> types.ModuleType:
 
   is_blackwell = _compute_capability() in triton_blackwell.CAPABILITIES
   return triton_blackwell if is_blackwell else triton_matmul
+
+
+def _triton_few() -> types.ModuleType:
+  from nvfp4_jax.kernels import triton_few
+
+  return triton_few
 
 
 def _triton_grouped() -> types.ModuleType:

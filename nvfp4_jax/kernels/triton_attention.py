@@ -12,9 +12,9 @@ tensor cores add alike for tiles of any width; the tests ask a GPU. Keys and
 values are the rows of a tile, and query heads its columns.
 
 Two passes over the keys: the first finds the largest score, the second needs
-it, since softmax weights are rounded to bfloat16 before they are used. Blocks of
-keys come in the order of the leaves of their tree, so that one unfinished sum
-of each height is all that is kept.
+it, since softmax weights are rounded to bfloat16 before they are used. Blocks
+of keys come in the order of the leaves of their tree, so that one unfinished
+sum of each height is all that is kept.
 """
 
 import functools
@@ -27,6 +27,8 @@ import triton.language as tl
 from nvfp4_jax import qtensor
 from nvfp4_jax.kernels import triton_call
 from nvfp4_jax.kernels import triton_exact
+
+type _Vector = jax.Array | qtensor.Layer[jax.Array]
 
 _BLOCKS = (64, 128)
 _HEAD_DIMS = (64, 128)
@@ -64,6 +66,8 @@ def unsupported(
     return f'more than {_COLUMNS} query heads share a key head'
   if block not in _BLOCKS:
     return f'the block of {block} keys is not one of {_BLOCKS}'
+  if live % block:
+    return f'{live} positions are no multiple of the block of {block}'
   if live > _MOST_POSITIONS:
     return f'{live} positions are more than {_MOST_POSITIONS}'
   return None
@@ -74,7 +78,7 @@ def attend_token(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    gains: tuple[jax.Array, jax.Array] | None,
+    gains: tuple[_Vector, _Vector] | None,
     rope: tuple[jax.Array, jax.Array],
     cache: tuple[jax.Array, jax.Array],
     layer: jax.Array,
@@ -86,27 +90,30 @@ def attend_token(
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
   """Returns attention's output and the cache: see `kernels.attend_token`."""
   is_normed = gains is not None
-  if gains is None:
-    gains = q[0, :1], k[0, :1]  # not looked at
+  q_gain, k_gain = map(
+      qtensor.as_layer, (q[0, :1], k[0, :1]) if gains is None else gains
+  )  # where there is none, nothing looks at them
   attend = functools.partial(
       _call, live=live, block=block, eps=eps, is_normed=is_normed
   )
-  arrays = (q, k, v, *gains, *rope, layer, lengths, *cache)
-  y, *cache = triton_call.with_vmap(attend)(*arrays)
-  return y, tuple(cache)
+  arrays = (q, k, v, q_gain.index, q_gain.stack, k_gain.index, k_gain.stack)
+  arrays += (*rope, layer, lengths, *cache)
+  y, k_cache, v_cache = triton_call.with_vmap(attend)(*arrays)
+  return y, (k_cache, v_cache)
 
 
 def _call(*arrays, live, block, eps, is_normed):
-  q, k, lengths, k_cache = arrays[0], arrays[1], arrays[8], arrays[9]
+  q, k, gains, lengths = arrays[0], arrays[1], arrays[4], arrays[10]
+  k_cache = arrays[11]
   *lead, batch, width = q.shape
   layers, _, heads, positions, dim = k_cache.shape[len(lead) :]
   return triton_call.call(
       token_attention,
       *arrays,
       out_shape=[
-          jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (q, *arrays[9:])
+          jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (q, *arrays[11:])
       ],
-      aliases={9: 1, 10: 2},
+      aliases={11: 1, 12: 2},
       grid=(heads, batch, lengths.size // batch),
       num_warps=4,
       num_stages=3,
@@ -116,12 +123,12 @@ def _call(*arrays, live, block, eps, is_normed):
       HEADS=heads,
       GROUP=width // k.shape[-1],
       D=dim,
-      NORM=is_normed,
+      GAINS=gains.shape[-2] if is_normed else 0,
       EPS=eps,
       SCALE=dim**-0.5,
       LIVE=live,
       BLOCK=block,
-      HEIGHT=(-(-live // block) - 1).bit_length(),
+      HEIGHT=(live // block - 1).bit_length(),
   )
 
 
@@ -151,17 +158,19 @@ def _scores(keys, first, second, is_live, HALF: tl.constexpr):
 
 @triton.jit
 def token_attention(
-    q_ptr, k_ptr, v_ptr, q_gain_ptr, k_gain_ptr, cos_ptr, sin_ptr,
+    q_ptr, k_ptr, v_ptr,
+    q_index_ptr, q_gain_ptr, k_index_ptr, k_gain_ptr, cos_ptr, sin_ptr,
     layer_ptr, length_ptr, k_in_ptr, v_in_ptr, y_ptr, k_cache_ptr, v_cache_ptr,
     B: tl.constexpr, L: tl.constexpr, S: tl.constexpr, HEADS: tl.constexpr,
     GROUP: tl.constexpr, D: tl.constexpr,
-    NORM: tl.constexpr, EPS: tl.constexpr, SCALE: tl.constexpr,
+    GAINS: tl.constexpr, EPS: tl.constexpr, SCALE: tl.constexpr,
     LIVE: tl.constexpr, BLOCK: tl.constexpr, HEIGHT: tl.constexpr,
 ):  # fmt: skip
   """Attends with the query heads of one key head of one row.
 
   `k_cache` and `k_in` are the same memory, and so are those of values. LIVE
-  positions are at most 2**HEIGHT blocks.
+  positions are at most 2**HEIGHT blocks. Without GAINS, heads have no norm;
+  else each lane has so many.
   """
   head, lane = tl.program_id(0), tl.program_id(2)
   row = lane * B + tl.program_id(1)
@@ -178,8 +187,8 @@ def token_attention(
   k_ptr += (row * HEADS + head) * D
   first = tl.load(k_ptr + channel).to(tl.float32)
   second = tl.load(k_ptr + HALF + channel).to(tl.float32)
-  if NORM:
-    k_gain_ptr += lane * D
+  if GAINS > 0:
+    k_gain_ptr += (lane * GAINS + tl.load(k_index_ptr + lane)) * D
     first, second = _normalize(first, second, k_gain_ptr, D, EPS)
   has_room = position < S  # rows that are done may have none
   slot = k_cache_ptr + position * D + channel
@@ -199,8 +208,8 @@ def token_attention(
   mask = is_query[:, None]
   first = tl.load(at, mask=mask, other=0.0).to(tl.float32)
   second = tl.load(at + HALF, mask=mask, other=0.0).to(tl.float32)
-  if NORM:
-    q_gain_ptr += lane * D
+  if GAINS > 0:
+    q_gain_ptr += (lane * GAINS + tl.load(q_index_ptr + lane)) * D
     first, second = _normalize(first, second, q_gain_ptr, D, EPS)
   rotated = first * cos - second * sin
   second = second * cos + first * sin
@@ -219,9 +228,7 @@ def token_attention(
   values = v_cache_ptr + index[:, None] * D + channels[None, :]
   y = tl.zeros((D, 16), tl.float32)
   total = tl.zeros((BLOCK, 16), tl.float32)
-  sums, totals = (), ()
-  for _ in tl.static_range(HEIGHT):
-    sums, totals = sums + (y,), totals + (total,)
+  sums, totals = (y,) * HEIGHT, (total,) * HEIGHT
   for leaf in range(1 << HEIGHT):
     block = 0
     for bit in tl.static_range(HEIGHT):

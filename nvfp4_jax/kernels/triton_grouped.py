@@ -32,7 +32,7 @@ from nvfp4_jax import qtensor
 from nvfp4_jax.kernels import triton_call
 from nvfp4_jax.kernels import triton_decode
 
-WHY_NOT_CHOSEN = 'grouped matmuls in Triton must be named'
+WHY_NOT_CHOSEN = None
 _MULTIPLE = 64  # what N and K are multiples of
 _MOST_ROWS = 128
 
@@ -65,6 +65,8 @@ def unsupported(
     return _wrong_capability(capability)
   if wq.data.ndim != 3 or wq.data.shape[1] % _MULTIPLE:
     return f'w is not [E, N, K] with N a multiple of {_MULTIPLE}'
+  if wq.global_scale is not None and wq.global_scale.shape[-2] != 1:
+    return 'the grouped Triton matmul has one global scale for each group'
   if not group_sizes.shape[0]:
     return 'there are no groups'
   return triton_decode.unsupported_operands(x, wq)

@@ -4,8 +4,8 @@
 are bfloat16 numbers, exactly; tensor cores multiply them exactly and add in
 float32. Global scales are applied to the sum. `x` is bfloat16, or quantized and
 then decoded by a kernel of its own. With few rows of `x`, `w` is decoded in
-registers, and read as it is stored; with many, `w` is decoded first too, which
-then costs little.
+registers (`triton_few`); with many, `w` is decoded first too, which then costs
+little.
 
 **A row's bits do not depend on M**, if tensor cores add as they do for tiles of
 any width, which the tests ask a GPU. Features are the rows of the tile and
@@ -17,7 +17,6 @@ of their own and XLA adds their sums; with many, one program does it all.
 """
 
 import functools
-from typing import NamedTuple
 
 import jax
 from jax import lax
@@ -29,27 +28,9 @@ from nvfp4_jax import exact
 from nvfp4_jax import qtensor
 from nvfp4_jax.kernels import triton_call
 from nvfp4_jax.kernels import triton_decode
+from nvfp4_jax.kernels import triton_few
 
 WHY_NOT_CHOSEN = None
-_FEW_ROWS = 128  # up to here, w is decoded in registers
-_PROGRAMS = 256  # of 64 features that fill the 132 processors of an H200
-_FEWEST_STEPS = 4  # of a part
-
-
-class Tile(NamedTuple):
-  """What one program computes: powers of two.
-
-  Attributes:
-    rows: rows of `x`, at least 16.
-    features: rows of `w`, at least 64.
-    warps: of 32 threads; 4 for each 64 features, or fewer.
-    stages: steps that are loaded ahead.
-  """
-
-  rows: int
-  features: int
-  warps: int
-  stages: int
 
 
 def unsupported(
@@ -74,7 +55,7 @@ def scaled_matmul(
     wq: qtensor.QTensor | qtensor.Layer,
     *,
     dtype: jax.typing.DTypeLike = jnp.float32,
-    tile: Tile | None = None,
+    tile: triton_few.Tile | None = None,
 ) -> jax.Array:
   """Returns `x @ w.T` `[M, N]`: see `kernels.scaled_matmul`.
 
@@ -87,177 +68,71 @@ def scaled_matmul(
     tile: what a program computes; None for what suits the shape.
   """
   rows = x.shape[0] if isinstance(x, jax.Array) else x.data.shape[0]
-  if isinstance(wq, qtensor.Layer) and rows <= _FEW_ROWS:
-    stack, index = wq.stack, wq.index
-    w_scale = stack.global_scale
-    w_scale = None if w_scale is None else w_scale[index]
-  else:
-    wq = wq.take() if isinstance(wq, qtensor.Layer) else wq
-    stack, index = jax.tree.map(lambda leaf: leaf[None], wq), jnp.int32(0)
-    w_scale = wq.global_scale
-  scale = jnp.ones((1, 1)) if w_scale is None else w_scale
+  if rows <= triton_few.MOST_NVFP4_ROWS:
+    w = qtensor.as_layer(wq)
+    (y,) = triton_few.matmuls(x, (w,), dtype=dtype, tile=tile)
+    return y
+  wq = wq.take() if isinstance(wq, qtensor.Layer) else wq
+  scale = jnp.ones((1, 1)) if wq.global_scale is None else wq.global_scale
   x_scale = getattr(x, 'global_scale', None)
   if x_scale is not None:
     scale = exact.multiply(x_scale, scale)
-  stack, scale = lax.stop_gradient((stack, scale))
+  scale = jnp.broadcast_to(lax.stop_gradient(scale), (rows, 1))
+  w = triton_decode.decode_permuted(wq)
   x, unit = triton_decode.left_operand(x)
-  scale = jnp.broadcast_to(scale, (rows, 1))
-  multiply = functools.partial(
-      _few if rows <= _FEW_ROWS else _many, unit=unit, dtype=dtype, tile=tile
-  )
-  arrays = (x, scale, index, stack.data, stack.block_scale)
-  return _with_vmap(multiply)(*arrays)
+  multiply = functools.partial(_many, unit=unit, dtype=dtype, tile=tile)
+  return _with_vmap(multiply)(x, scale, w)
 
 
 def _with_vmap(multiply):
-  """Returns `multiply`; under vmap, axes of stacks of weights become one.
+  """Returns `multiply`, of which `w` alone may be shared by lanes of a vmap.
 
-  It takes x `[..., M, K]`, scale `[..., M, 1]`, index `[...]` and stacks `[S,
-  N, ...]` of codes and block scales, and gives `[..., M, N]`.
+  It takes x `[..., M, K]`, scale `[..., M, 1]` and w `[..., N, K]`, or `[N, K]`
+  for all, and gives `[..., M, N]`.
   """
   run = jax.custom_batching.custom_vmap(multiply)
 
   @run.def_vmap
   def _(lanes, batched, *arrays):
     wide = lambda a, flag: a if flag else jnp.broadcast_to(a, (lanes, *a.shape))
-    x, scale, index = map(wide, arrays[:3], batched[:3])
-    data, block_scale = arrays[3:]
-    if any(batched[3:]):
-      data, block_scale = map(wide, arrays[3:], batched[3:])
-      first = jnp.arange(lanes, dtype=jnp.int32) * data.shape[1]
-      index += first.reshape(-1, *[1] * (index.ndim - 1))
-      data, block_scale = (
-          a.reshape(-1, *a.shape[2:]) for a in (data, block_scale)
-      )
-    return run(x, scale, index, data, block_scale), True
+    x, scale = map(wide, arrays[:2], batched[:2])
+    w = arrays[2]
+    if batched[2]:  # inner axes may have shared it
+      w = w.reshape(lanes, *[1] * (x.ndim - w.ndim), *w.shape[1:])
+    if w.ndim > 2:
+      w = jnp.broadcast_to(w, (*x.shape[:-2], *w.shape[-2:]))
+    return run(x, scale, w), True
 
   return run
 
 
-def num_parts(n: int, k: int) -> int:
-  """Returns into how many parts K is divided, for weights `[n, k]`."""
-  parts, steps = 1, k // triton_decode.STEP
-  while (
-      -(-n // 64) * parts < _PROGRAMS
-      and steps % (2 * parts) == 0
-      and steps // (2 * parts) >= _FEWEST_STEPS
-  ):
-    parts *= 2
-  return parts
-
-
-def _few(x, scale, index, data, block_scale, *, unit, dtype, tile):
-  """See `_with_vmap`; columns of `x` are permuted."""
-  (*lead, m, k), n = x.shape, data.shape[1]
-  parts = num_parts(n, k)
-  if tile is None:
-    rows = max(triton.next_power_of_2(m), 16)
-    tile = Tile(rows, 64, 4, 4)
-  tile = Tile(*tile)
-  y = _call(
-      nvfp4_matmul,
-      (x, data, block_scale, scale, index),
-      jax.ShapeDtypeStruct(
-          (*lead, parts, m, n), dtype if parts == 1 else jnp.float32
-      ),
-      index.size * parts,
-      tile,
-      K=k,
-      PARTS=parts,
-      UNIT=unit,
-      INDEXED=data.shape[0] > 1,
-  )
-  total = y[..., 0, :, :]
-  if parts == 1:
-    return total
-  for part in range(1, parts):
-    total += y[..., part, :, :]
-  y = (total * unit) * scale
-  return exact.to_bfloat16(y) if dtype == jnp.bfloat16 else y
-
-
-def _many(x, scale, index, data, block_scale, *, unit, dtype, tile):
-  """See `_with_vmap`; columns of `x` are permuted."""
-  (*lead, m, k), n = x.shape, data.shape[1]
-  w = triton_decode.call_permuted(data, block_scale)
-  return _call(
-      bfloat16_matmul,
-      (x, w, scale, index),
-      jax.ShapeDtypeStruct((*lead, m, n), dtype),
-      index.size,
-      Tile(128, 128, 8, 4) if tile is None else Tile(*tile),
-      K=k,
-      PARTS=num_parts(n, k),
-      UNIT=unit,
-      INDEXED=data.shape[0] > 1,
-  )
-
-
-def _call(kernel, arrays, out_shape, depth, tile, **static):
-  m, n = out_shape.shape[-2:]
+def _many(x, scale, w, *, unit, dtype, tile):
+  """See `_with_vmap`; columns of both operands are permuted."""
+  (*lead, m, k), n = x.shape, w.shape[-2]
+  tile = triton_few.Tile(*(tile or (128, 128, 8, 4)))
   (y,) = triton_call.call(
-      kernel,
-      *arrays,
-      out_shape=[out_shape],
-      grid=(triton.cdiv(m, tile.rows), triton.cdiv(n, tile.features), depth),
+      bfloat16_matmul,
+      x,
+      w,
+      scale,
+      out_shape=[jax.ShapeDtypeStruct((*lead, m, n), dtype)],
+      grid=(
+          triton.cdiv(m, tile.rows),
+          triton.cdiv(n, tile.features),
+          x.size // (m * k),
+      ),
       num_warps=tile.warps,
       num_stages=tile.stages,
       M=m,
       N=n,
+      K=k,
+      PARTS=triton_few.num_parts(n, k),
+      UNIT=unit,
+      SHARED=w.ndim == 2,
       ROWS=tile.rows,
       FEATURES=tile.features,
-      **static,
   )
   return y
-
-
-@triton.jit
-def _store(y_ptr, y, token, feature, M, N):
-  """Stores y `[features, tokens]` to `[M, N]`."""
-  at = token[None, :].to(tl.int64) * N + feature[:, None]
-  y = y.to(y_ptr.dtype.element_ty)
-  tl.store(y_ptr + at, y, mask=(token < M)[None, :] & (feature < N)[:, None])
-
-
-@triton.jit
-def nvfp4_matmul(
-    x_ptr, codes_ptr, scale_ptr, outer_ptr, index_ptr, y_ptr,
-    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr,
-    UNIT: tl.constexpr, INDEXED: tl.constexpr,
-    ROWS: tl.constexpr, FEATURES: tl.constexpr,
-):  # fmt: skip
-  """Writes the sums of parts `[B, PARTS, M, N]`, or y if there is but one.
-
-  Of x `[B, M, K]`, whose columns are in the order of `permute`; the b-th meets
-  the matrix `index[b]` of a stack. Sums mean UNIT times as much.
-  """
-  token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-  feature = tl.program_id(1) * FEATURES + tl.arange(0, FEATURES)
-  lane, part = tl.program_id(2) // PARTS, tl.program_id(2) % PARTS
-  matrix = tl.load(index_ptr + lane).to(tl.int64) if INDEXED else 0
-  # Features beyond the last repeat it, and are not stored.
-  w_row = (matrix * N + tl.minimum(feature, N - 1).to(tl.int64))[:, None]
-  words_ptr = codes_ptr.to(tl.pointer_type(tl.uint32), bitcast=True)
-  words_ptr += w_row * (K // 8) + tl.arange(0, 16)[None, :]
-  scale_ptr = scale_ptr.to(tl.pointer_type(tl.uint8), bitcast=True)
-  scale_ptr += w_row * (K // 16) + tl.arange(0, 8)[None, :]
-  x_row = lane.to(tl.int64) * M + token
-  x_ptr += x_row[None, :] * K + tl.arange(0, 64)[:, None]
-  live = (token < M)[None, :]
-  steps: tl.constexpr = K // 128 // PARTS
-  y = tl.zeros((FEATURES, ROWS), tl.float32)
-  for step in range(steps):
-    column = (part * steps + step) * 128
-    word = tl.load(words_ptr + column // 8)
-    scale = triton_decode.word_scale(tl.load(scale_ptr + column // 16))
-    for half in tl.static_range(2):  # for the reason that `decode_64` gives
-      x = tl.load(x_ptr + (column + 64 * half), mask=live, other=0.0)
-      y = tl.dot(triton_decode.decode_64(word, scale, half), x, y)
-  if PARTS == 1:
-    outer = tl.load(outer_ptr + x_row, mask=token < M, other=0.0)
-    y = (y * UNIT) * outer[None, :]
-  at = tl.program_id(2).to(tl.int64) * M * N
-  _store(y_ptr + at, y, token, feature, M, N)
 
 
 @triton.jit
@@ -275,9 +150,9 @@ def _bfloat16_part(x_row, w_row, first, steps: tl.constexpr):
 
 @triton.jit
 def bfloat16_matmul(
-    x_ptr, w_ptr, outer_ptr, index_ptr, y_ptr,
+    x_ptr, w_ptr, outer_ptr, y_ptr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr,
-    UNIT: tl.constexpr, INDEXED: tl.constexpr,
+    UNIT: tl.constexpr, SHARED: tl.constexpr,
     ROWS: tl.constexpr, FEATURES: tl.constexpr,
 ):  # fmt: skip
   """Writes y `[B, M, N]`; columns of x and w are in the order of `permute`."""
@@ -289,11 +164,12 @@ def bfloat16_matmul(
   )
   token = row_tile * ROWS + tl.arange(0, ROWS)
   feature = column_tile * FEATURES + tl.arange(0, FEATURES)
-  lane = tl.program_id(2)
-  matrix = tl.load(index_ptr + lane).to(tl.int64) if INDEXED else 0
-  row = lane.to(tl.int64) * M  # the lane's first
+  lane = tl.program_id(2).to(tl.int64)
+  row = lane * M  # the lane's first
   x_row = (row + tl.minimum(token, M - 1))[None, :]
-  w_row = (matrix * N + tl.minimum(feature, N - 1).to(tl.int64))[:, None]
+  w_row = tl.minimum(feature, N - 1).to(tl.int64)[:, None]
+  if not SHARED:
+    w_row += lane * N
   steps: tl.constexpr = K // 64 // PARTS
   total = _bfloat16_part(x_ptr + x_row * K, w_ptr + w_row * K, 0, steps)
   for part in range(1, PARTS):
@@ -301,4 +177,5 @@ def bfloat16_matmul(
     total += _bfloat16_part(x_ptr + x_row * K, w_ptr + w_row * K, first, steps)
   outer = tl.load(outer_ptr + row + token, mask=token < M, other=0.0)
   y_ptr += row * N
-  _store(y_ptr, (total * UNIT) * outer[None, :], token, feature, M, N)
+  y = (total * UNIT) * outer[None, :]
+  triton_few.store(y_ptr, y, token, feature, M, N)

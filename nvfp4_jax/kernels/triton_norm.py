@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
+from nvfp4_jax import qtensor
 from nvfp4_jax.kernels import triton_call
 from nvfp4_jax.kernels import triton_exact
 
@@ -28,26 +29,33 @@ def unsupported(x: jax.Array) -> str | None:
 
 @functools.partial(jax.jit, static_argnames=('eps',))
 def rms_norm(
-    x: jax.Array, gain: jax.Array, eps: float, y: jax.Array | None = None
+    x: jax.Array,
+    gain: jax.Array | qtensor.Layer,
+    eps: float,
+    y: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
   """Returns `x + y` and its norm: see `kernels.rms_norm`."""
+  gain = qtensor.as_layer(gain)
+  normalize = triton_call.with_vmap(functools.partial(_call, eps=eps))
   if y is None:
-    return x, triton_call.with_vmap(functools.partial(_call, eps=eps))(gain, x)
-  return triton_call.with_vmap(functools.partial(_call, eps=eps))(gain, x, y)
+    return x, normalize(gain.index, gain.stack, x)
+  return normalize(gain.index, gain.stack, x, y)
 
 
-def _call(gain, x, y=None, *, eps):
+def _call(index, gains, x, y=None, *, eps):
   rows, channels = x.shape[-2:]
   block = triton.next_power_of_2(channels)
-  given = (x, x) if y is None else (x, y)
   total, normed = triton_call.call(
       norm_rows,
-      gain,
-      *given,
+      index,
+      gains,
+      x,
+      x if y is None else y,
       out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype)] * 2,
-      grid=(rows, x.size // (rows * channels)),
+      grid=(rows, index.size),
       num_warps=min(max(block // 256, 1), 16),
       D=channels,
+      L=gains.shape[-2],
       BLOCK=block,
       EPS=eps,
       ADD=y is not None,
@@ -57,11 +65,13 @@ def _call(gain, x, y=None, *, eps):
 
 @triton.jit
 def norm_rows(
-    gain_ptr, x_ptr, y_ptr, total_ptr, normed_ptr,
-    D: tl.constexpr, BLOCK: tl.constexpr, EPS: tl.constexpr, ADD: tl.constexpr,
+    index_ptr, gain_ptr, x_ptr, y_ptr, total_ptr, normed_ptr,
+    D: tl.constexpr, L: tl.constexpr, BLOCK: tl.constexpr,
+    EPS: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-  """Writes the sum and the norm of one row; lanes have gains of their own."""
+  """Writes the sum and the norm of one row; each lane has L gains."""
   lane = tl.program_id(1)
+  gain_ptr += (lane * L + tl.load(index_ptr + lane)) * D
   row = (lane * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * D
   channel = tl.arange(0, BLOCK)[None, :]
   inside = channel < D
@@ -70,7 +80,7 @@ def norm_rows(
     y = tl.load(y_ptr + row + channel, mask=inside, other=0.0).to(tl.float32)
     x = triton_exact.round_to_bfloat16(x + y)
     tl.store(total_ptr + row + channel, x.to(tl.bfloat16), mask=inside)
-  gain = tl.load(gain_ptr + lane * D + channel, mask=inside, other=0.0)
+  gain = tl.load(gain_ptr + channel, mask=inside, other=0.0)
   mean_square = triton_exact.tree_sum(x * x, BLOCK) * (1 / D)
   inverse = triton_exact.rsqrt(triton_exact.fence(mean_square) + EPS)[:, None]
   normal = triton_exact.round_to_bfloat16(x * inverse)

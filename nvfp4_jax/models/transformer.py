@@ -350,12 +350,12 @@ def _run(
       zip(params['layers'], all_precisions, strict=True)
   ):
     segment_q = {} if quantized is None else _qtensors(quantized['layers'][i])
+    length = jax.tree.leaves(segment)[0].shape[0]
     replayed = None
     if expert_ids is not None and 'mlp.gate' in segment:
-      length = segment['mlp.gate'].shape[0]
       replayed, expert_ids = expert_ids[:length], expert_ids[length:]
 
-    stacks = {} if cache is None else _stacks(segment)
+    stacks = {} if cache is None else _stacks(segment, live is not None)
     segment = {k: v for k, v in segment.items() if k not in stacks}
 
     def body(carry, weights, precisions=precisions, stacks=stacks, first=first):
@@ -385,8 +385,9 @@ def _run(
         jax.checkpoint(body) if remat else body,
         (x, cache, layer),
         (segment, segment_q, replayed),
+        length,
     )
-    first += jax.tree.leaves(segment)[0].shape[0]
+    first += length
     all_noted.append(noted)
     if experts is not None:
       all_experts.append(experts)
@@ -408,14 +409,14 @@ def _attention(
   h = weights.note('input_layernorm', h)
   names = tuple(f'self_attn.{n}_proj' for n in 'qkv')
   hq = layers.quantize_input(h.reshape(-1, h.shape[-1]), weights, names)
-  q, k, v = (layers.linear(h, weights, name, xq=hq) for name in names)
+  q, k, v = layers.linears(h, weights, names, xq=hq)
   if live is not None and weights.taps is None:
     block = config.attention_block
     rows = tuple(t[:, 0] for t in rope)
+    gains = None
+    if config.qk_norm:
+      gains = tuple(weights.params[f'self_attn.{n}_norm'] for n in 'qk')
     if kernels.attends_tokens(q[:, 0], rows, (cache.k, cache.v), live, block):
-      gains = None
-      if config.qk_norm:
-        gains = tuple(weights.params[f'self_attn.{n}_norm'] for n in 'qk')
       y, (k, v) = kernels.attend_token(
           q[:, 0],
           k[:, 0],
@@ -435,8 +436,8 @@ def _attention(
   v = heads(v, config.num_kv_heads).transpose(0, 2, 1, 3)
   if config.qk_norm:
     q, k = (
-        layers.rms_norm(t, weights.params[f'self_attn.{n}'], config.norm_eps)
-        for t, n in ((q, 'q_norm'), (k, 'k_norm'))
+        add_norm(t, weights.params[f'self_attn.{n}_norm'], config.norm_eps)[1]
+        for t, n in ((q, 'q'), (k, 'k'))
     )
     weights.note('self_attn.q_norm', q)
     weights.note('self_attn.k_norm', k)
@@ -492,10 +493,18 @@ def _qtensors(segment):
   return {k: v for k, v in segment.items() if isinstance(v, qtensor.QTensor)}
 
 
-def _stacks(segment):
-  """Returns the QTensors that matmuls read in the stack, layer by layer."""
-  qtensors = _qtensors(segment)
-  return {k: v for k, v in qtensors.items() if kernels.reads_layers(v)}
+def _stacks(segment, decodes):
+  """Returns what kernels read in the stack, layer by layer.
+
+  Those are QTensors; where tokens are decoded, bfloat16 weights and gains too.
+  """
+  read = dict(_qtensors(segment))
+  if decodes:
+    read |= {k: v for k, v in segment.items() if k.endswith('_proj')}
+  stacks = {k: v for k, v in read.items() if kernels.reads_layers(v)}
+  if decodes and stacks:
+    stacks |= {k: v for k, v in segment.items() if k.endswith('norm')}
+  return stacks
 
 
 def _holds_qtensors(params):

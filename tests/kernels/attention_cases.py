@@ -31,7 +31,8 @@ def operands(case: Case, seed: int = 0, num_layers: int = 2) -> dict[str, Any]:
   normal = lambda *shape: jax.random.normal(next(keys), shape, jnp.bfloat16)
   stack = (num_layers, batch, case.kv_heads, case.positions, case.dim)
   cos, sin = layers.rope_table(
-      max(case.positions, *case.lengths) + 1, 1e4 ** -np.linspace(0, 1, case.dim // 2)
+      max(case.positions, *case.lengths) + 1,
+      1e4 ** -np.linspace(0, 1, case.dim // 2),
   )
   lengths = np.array(case.lengths)
   gains = tuple(1 + 0.2 * normal(case.dim) for _ in range(2))

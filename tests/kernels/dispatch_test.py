@@ -1,5 +1,6 @@
 """Which implementation of a kernel runs, and what says so."""
 
+import contextlib
 import types
 from unittest import mock
 
@@ -8,15 +9,19 @@ from absl.testing import parameterized
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from nvfp4_jax import kernels
 from nvfp4_jax import matmul
 from nvfp4_jax import qtensor
 from nvfp4_jax import quantization
+from nvfp4_jax.kernels import reference
 
 _TOKEN = quantization.QuantSpec('nvfp4', 'token')
+_WEIGHT = quantization.QuantSpec('nvfp4')
 _STOCHASTIC = quantization.QuantSpec('nvfp4', rounding='stochastic')
 _UNQUANTIZED = (kernels.matmul, kernels.dgrad, kernels.wgrad)
+_GROUPED = ('scaled_matmul', 'matmul', 'dgrad', 'wgrad')
 
 
 def _x():
@@ -36,6 +41,57 @@ def _on_gpu(problem=None, devices=1):
   )
   count = mock.patch.object(jax, 'device_count', lambda: devices)
   return context, count, module
+
+
+@contextlib.contextmanager
+def _on_hopper(problem=None, devices=1):
+  """A context with matmuls in Triton, and their stand-in."""
+
+  def stand_in(name):
+    def multiply(x, w, sizes=None, *, tile=None, dtype=None):
+      del tile, dtype
+      w = w.take() if isinstance(w, qtensor.Layer) else w
+      return getattr(reference, name)(x, w, sizes)
+
+    return mock.Mock(side_effect=multiply)
+
+  module = types.SimpleNamespace(
+      WHY_NOT_CHOSEN=None,
+      MOST_NVFP4_ROWS=128,
+      matmuls=mock.Mock(
+          side_effect=lambda x, ws, **_: tuple(f'y{i}' for i in range(len(ws)))
+      ),
+      unsupported=mock.Mock(return_value=problem),
+      unsupported_bfloat16=mock.Mock(return_value=problem),
+      **{name: stand_in(name) for name in _GROUPED},
+  )
+  kernels_of_hopper = mock.patch.multiple(
+      kernels,
+      _cannot_run_triton=lambda: None,
+      _compute_capability=lambda: 9.0,
+      _triton_few=lambda: module,
+      _triton_grouped=lambda: module,
+      _triton_matmul=lambda: module,
+      quantize=quantization.quantize,
+      decode=qtensor.decode,
+      dequantize=qtensor.dequantize,
+  )
+  count = mock.patch.object(jax, 'device_count', lambda: devices)
+  with kernels_of_hopper, count:
+    yield module
+
+
+def _experts():
+  return jax.random.normal(jax.random.key(1), (2, 64, 64), jnp.bfloat16)
+
+
+def _grouped(name):
+  """Returns a function of `kernels`, its operands and sizes of groups."""
+  operand = {
+      'scaled_matmul': quantization.quantize(_experts(), _WEIGHT),
+      'wgrad': _x(),
+  }.get(name, _experts())
+  return getattr(kernels, name), (_x(), operand, jnp.array([1, 3], jnp.int32))
 
 
 class DispatchTest(chex.TestCase):
@@ -113,10 +169,11 @@ class DispatchTest(chex.TestCase):
     with mock.patch.multiple(
         kernels, _cannot_run_triton=lambda: None, _triton_grouped=lambda: module
     ):
-      with self.assertRaisesRegex(
-          NotImplementedError, f'{name}: .*groups only'
-      ):
-        function(x, x, implementation='triton')
+      if name != 'matmul':
+        with self.assertRaisesRegex(
+            NotImplementedError, f'{name}: .*groups only'
+        ):
+          function(x, x, implementation='triton')
       tile = (16, 64, 4, 4)
       y = function(x, x, sizes, implementation='triton', tile=tile)
       self.assertEqual(y, 'y')
@@ -137,6 +194,116 @@ class DispatchTest(chex.TestCase):
       y = kernels.scaled_matmul(_x(), wq, sizes, implementation='triton')
     self.assertEqual(y, 'y')
     self.assertIs(module.scaled_matmul.call_args.args[2], sizes)
+
+  @parameterized.parameters(*_GROUPED)
+  def test_grouped_triton_is_chosen_and_logged_once(self, name):
+    function, operands = _grouped(name)
+    with _on_hopper() as module:
+      with self.assertLogs(kernels.__name__, 'INFO') as logs:
+        for _ in range(2):
+          function(*operands)
+      self.assertEqual(getattr(module, name).call_count, 2)
+      self.assertLen(logs.output, 1)
+      self.assertIn(f"{name}: implementation 'triton'", logs.output[0])
+      function(*operands, implementation='reference')
+    self.assertEqual(getattr(module, name).call_count, 2)
+
+  @parameterized.product(
+      name=_GROUPED, where=({'problem': 'it is too hard'}, {'devices': 8})
+  )
+  def test_grouped_reference_is_chosen_where_triton_cannot(self, name, where):
+    function, operands = _grouped(name)
+    with _on_hopper(**where) as module:
+      with self.assertLogs(kernels.__name__, 'INFO') as logs:
+        y = function(*operands)
+      want = function(*operands, implementation='reference')
+    chex.assert_trees_all_equal(y, want)
+    getattr(module, name).assert_not_called()
+    reason = where.get('problem', 'several devices')
+    self.assertRegex(logs.output[0], f"{name}: .*'reference', since .*{reason}")
+
+  @parameterized.parameters(kernels.dgrad, kernels.wgrad)
+  def test_without_groups_none_is_the_reference(self, function):
+    with _on_hopper() as module, self.assertNoLogs(kernels.__name__, 'INFO'):
+      function(_x().T @ _x(), _x().T @ _x())
+    module.unsupported_bfloat16.assert_not_called()
+
+  def test_few_rows_have_kernels_of_their_own(self):
+    layers = [qtensor.Layer(_experts(), jnp.int32(i)) for i in range(2)]
+    quantized = [
+        qtensor.Layer(quantization.quantize(w.stack, _WEIGHT), w.index)
+        for w in layers
+    ]
+    with _on_hopper() as module:
+      (y,) = kernels.matmuls(_x(), layers[:1])
+      self.assertEqual(kernels.matmul(_x(), layers[0].take()), 'y0')
+      self.assertEqual(kernels.matmuls(_x(), layers), ('y0', 'y1'))
+      self.assertEqual(kernels.matmuls(_x(), quantized), ('y0', 'y1'))
+      self.assertEqual(module.matmuls.call_count, 4)
+      mixed = kernels.matmuls(_x(), (layers[0], quantized[1]))
+    self.assertEqual(y, 'y0')
+    self.assertEqual(mixed[0], 'y0')  # one by one
+    with _on_hopper('there are too many rows'):
+      for ws in (layers, quantized, (layers[0], quantized[1])):
+        ys = kernels.matmuls(_x(), ws, dtype=jnp.bfloat16)
+        for y, w in zip(ys, ws, strict=True):
+          function = kernels.matmul
+          if isinstance(w.stack, qtensor.QTensor):
+            function = kernels.scaled_matmul
+          want = function(_x(), w.take(), dtype=jnp.bfloat16)
+          np.testing.assert_array_equal(y, want)
+      with self.assertRaisesRegex(NotImplementedError, 'matmul.*too many'):
+        kernels.matmul(_x(), _x(), implementation='triton')
+
+  def test_layers_of_experts_are_read_in_their_stack(self):
+    stack = quantization.quantize(
+        jnp.stack([_experts(), 2 * _experts()]), _WEIGHT
+    )
+    layer = qtensor.Layer(stack, jnp.int32(1))
+    precision = matmul.MatmulPrecision(_TOKEN, _WEIGHT)
+    sizes = jnp.array([1, 3], jnp.int32)
+    multiply = lambda wq: matmul.quantized_grouped_matmul(
+        _x(), None, sizes, precision, wq=wq
+    )
+    self.assertFalse(kernels.reads_layers(stack))
+    with _on_hopper('it is too hard'):
+      self.assertFalse(kernels.reads_layers(stack))
+      taken = multiply(layer)
+    with _on_hopper(devices=8):
+      self.assertFalse(kernels.reads_layers(stack))
+    with _on_hopper() as module:
+      self.assertTrue(kernels.reads_layers(stack))
+      x, w, groups, _ = module.unsupported.call_args.args
+      self.assertEqual((x.shape, w.data.shape), ((1, 64), (2, 64, 32)))
+      self.assertEqual(groups.shape, (2,))
+      read, given = multiply(layer), multiply(layer.take())
+      seen = [call.args[1] for call in module.scaled_matmul.call_args_list]
+      deeper = jax.tree.map(lambda leaf: leaf[None], stack)
+      self.assertFalse(kernels.reads_layers(deeper))
+    self.assertIsInstance(seen[0], qtensor.Layer)
+    self.assertIsInstance(seen[1], qtensor.QTensor)
+    chex.assert_trees_all_equal(read, given, taken)
+
+  @parameterized.parameters(None, 'high_precision', 'dequantized')
+  def test_gradients_of_grouped_matmuls_are_triton_too(self, backward):
+    sizes = jnp.array([[1, 3], [4, 0], [0, 2]], jnp.int32)
+
+    def loss(x, w, sizes):
+      if backward is None:
+        return jnp.sum(matmul.unquantized_matmul(x, w, sizes) ** 2)
+      precision = matmul.MatmulPrecision(_TOKEN, _WEIGHT, backward=backward)
+      y = matmul.quantized_grouped_matmul(x, w, sizes, precision)
+      return jnp.sum(y**2)
+
+    # Under vmap as in sweeps, whose lanes are whole runs.
+    gradient = jax.vmap(jax.grad(loss, (0, 1)), (None, None, 0))
+    args = (_x(), _experts(), sizes)
+    want = gradient(*args)
+    with _on_hopper() as module:
+      got = gradient(*args)
+    chex.assert_trees_all_equal(got, want)
+    module.dgrad.assert_called_once()
+    module.wgrad.assert_called_once()
 
   def test_triton_is_chosen_where_it_can_run(self):
     context, count, module = _on_gpu()

@@ -4,6 +4,9 @@ The interpreter adds in an order of its own, so that only a GPU can show that a
 row's bits do not depend on the tile.
 """
 
+import contextlib
+from unittest import mock
+
 from absl.testing import absltest
 from absl.testing import parameterized
 import chex
@@ -12,8 +15,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from nvfp4_jax import kernels
+from nvfp4_jax import kv_cache
+from nvfp4_jax import layers
+from nvfp4_jax import matmul
+from nvfp4_jax import policy
 from nvfp4_jax import qtensor
 from nvfp4_jax import quantization
+from nvfp4_jax import recipes
+from nvfp4_jax.models import config as model_config
+from nvfp4_jax.models import transformer
 from tests.kernels import cases
 
 triton = pytest.importorskip('triton')
@@ -30,6 +41,7 @@ _TENSOR = quantization.QuantSpec('nvfp4', four_over_six='mse')
 _TOKEN = quantization.QuantSpec('nvfp4', 'token')
 _MXFP8 = quantization.QuantSpec('mxfp8')
 _N, _K = 64, 128
+_UNQUANTIZED = ('matmul', 'dgrad', 'wgrad')
 # Rows, and sizes of groups: blocks have 16 rows or more.
 _SIZES = {
     'ragged': (75, (17, 0, 33, 5, 20)),
@@ -266,6 +278,8 @@ class TritonGroupedTest(chex.TestCase):
     self.assertIn('multiple of 128', why(x[:, :64], narrow, sizes, 9.0))
     short = quantization.quantize(w[:, :32], _TENSOR)
     self.assertIn('multiple of 64', why(x, short, sizes, 9.0))
+    scales = wq.replace(global_scale=jnp.ones((2, _N, 1)))
+    self.assertIn('one global scale', why(x, scales, sizes, 9.0))
     why = triton_grouped.unsupported_bfloat16
     for operands in ((x, w), (dy, w), (dy, x)):
       self.assertIsNone(why(*operands, sizes, 9.0))
@@ -273,6 +287,211 @@ class TritonGroupedTest(chex.TestCase):
     self.assertIn('float32', why(x, w.astype(jnp.float32), sizes, 9.0))
     self.assertIn('size of 32', why(x, w[:, :32], sizes, 9.0))
     self.assertIn('no groups', why(x, w[:0], sizes[:0], 9.0))
+
+
+@contextlib.contextmanager
+def _hopper(devices=1):
+  """A context in which kernels are chosen as on Hopper, and interpreted."""
+  gpu = mock.patch.multiple(
+      kernels,
+      _cannot_run_triton=lambda: None,
+      _compute_capability=lambda: 9.0,
+  )
+  count = mock.patch.object(jax, 'device_count', lambda: devices)
+  kernels._log_once.cache_clear()
+  with interpreter.installed(), gpu, count:
+    yield
+
+
+_W4A4 = matmul.MatmulPrecision(_TOKEN, _TENSOR)
+_W4A16 = matmul.MatmulPrecision(None, _TENSOR, backward='high_precision')
+_PRECISIONS = {
+    'bf16': None,
+    'W4A4': _W4A4,
+    'W4A16': _W4A16,
+    'quantized': matmul.MatmulPrecision(
+        _TOKEN, quantization.QuantSpec('nvfp4'), _TOKEN, 'quantized'
+    ),
+}
+
+
+class ChoiceTest(chex.TestCase):
+  """What is chosen does not depend on who asks."""
+
+  def choices(self, fn, *args, devices=1):
+    """Returns what `fn` logs for each function of `kernels`."""
+    logs = self.assertLogs(kernels.__name__, 'INFO')
+    with _hopper(devices), logs as logs:
+      jax.eval_shape(fn, *args)
+    messages = [record.getMessage() for record in logs.records]
+    chosen = {m.split(':')[0]: m.split("'")[1] for m in messages}
+    self.assertLen(messages, len(chosen))
+    return chosen
+
+  def multiply(self, precision, rows=4096, n=128, k=128, dtype=jnp.bfloat16):
+    """Returns a grouped matmul and its operands, masters."""
+    x = jax.ShapeDtypeStruct((rows, k), dtype)
+    w = jax.ShapeDtypeStruct((4, n, k), jnp.float32)
+    sizes = jax.ShapeDtypeStruct((4,), jnp.int32)
+
+    def fn(x, w, sizes):
+      if precision is None:
+        return matmul.unquantized_matmul(x, w, sizes, dtype=x.dtype)
+      return matmul.quantized_grouped_matmul(x, w, sizes, precision)
+
+    return fn, x, w, sizes
+
+  @parameterized.parameters('bf16', 'W4A4', 'W4A16')
+  def test_learner_and_sampler_choose_alike(self, name):
+    precision = _PRECISIONS[name]
+    function = 'matmul' if precision is None else 'scaled_matmul'
+    for rows in (1, 8, 500, 4096):
+      chosen = self.choices(*self.multiply(precision, rows))
+      self.assertEqual(chosen[function], 'triton')
+      if precision is None:
+        continue
+      _, x, w, sizes = self.multiply(precision, rows)
+      wq = jax.eval_shape(lambda w: quantization.quantize(w, _TENSOR), w)
+      stack = jax.tree.map(
+          lambda leaf: jax.ShapeDtypeStruct((3, *leaf.shape), leaf.dtype), wq
+      )
+      layer = qtensor.Layer(stack, jax.ShapeDtypeStruct((), jnp.int32))
+      fn = lambda x, wq, sizes: matmul.quantized_grouped_matmul(
+          x, None, sizes, precision, wq=wq
+      )
+      for given in (wq, layer):
+        chosen = self.choices(fn, x, given, sizes)
+        self.assertEqual(chosen[function], 'triton')
+
+  @parameterized.parameters('bf16', 'W4A4', 'W4A16', 'quantized')
+  def test_gradients_are_triton(self, name):
+    fn, *args = self.multiply(_PRECISIONS[name])
+    loss = lambda *args: jnp.sum(fn(*args))
+    chosen = self.choices(jax.grad(loss, (0, 1)), *args)
+    self.assertEqual(set(chosen.values()), {'triton'})
+    if name != 'quantized':
+      self.assertContainsSubset(('dgrad', 'wgrad'), chosen)
+
+  def test_reference_is_chosen_for_the_rest(self):
+    odd = self.choices(*self.multiply(None, n=96))
+    narrow = self.choices(*self.multiply(_W4A16, k=64))
+    short = self.choices(*self.multiply(_W4A4, n=32))
+    several = self.choices(*self.multiply(_W4A16), devices=2)
+    self.assertEqual(odd['matmul'], 'reference')
+    for chosen in (narrow, short, several):
+      self.assertEqual(chosen['scaled_matmul'], 'reference')
+    fn, *args = self.multiply(None, dtype=jnp.float32)
+    loss = lambda *args: jnp.sum(fn(*args))
+    chosen = self.choices(jax.grad(loss, (0, 1)), *args)
+    self.assertEqual(chosen, dict.fromkeys(_UNQUANTIZED, 'reference'))
+
+
+class MoETest(chex.TestCase):
+  """Layers and models whose experts are multiplied in Triton."""
+
+  def assert_close(self, got, want, rtol):
+    for y, z in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+      y, z = (np.asarray(t, np.float64) for t in (y, z))
+      self.assertLess(np.linalg.norm(y - z), rtol * np.linalg.norm(z))
+
+  def operands(self, precision):
+    """Returns x `[M, D]`, masters, what is quantized, and precisions."""
+    gate, up, down = (f'mlp.experts.{n}_proj' for n in ('gate', 'up', 'down'))
+    keys = jax.random.split(jax.random.key(0), 5)
+    normal = lambda key, *shape: jax.random.normal(key, shape) / 8
+    params = {
+        'mlp.gate': normal(keys[0], 4, 128),
+        gate: normal(keys[1], 4, 128, 128),
+        up: normal(keys[2], 4, 128, 128),
+        down: normal(keys[3], 4, 128, 128),
+    }
+    names = (gate, up, down)
+    quantized = {}
+    if precision is not None:
+      quantized = {
+          n: quantization.quantize(params[n], precision.rhs) for n in names
+      }
+    x = jax.random.normal(keys[4], (2, 8, 128), jnp.bfloat16)
+    return x, params, quantized, dict.fromkeys(names, precision)
+
+  @parameterized.parameters(*_PRECISIONS)
+  def test_layer_and_its_gradient(self, name):
+    x, params, quantized, precisions = self.operands(_PRECISIONS[name])
+
+    def loss(x, params):
+      weights = layers.LayerWeights(params, quantized, precisions)
+      y, _ = layers.moe(x, weights, 2)
+      return jnp.sum(jnp.sin(y)), y
+
+    # For two lanes, as a sweep does it.
+    gradient = jax.grad(loss, (0, 1), has_aux=True)
+    lanes = jax.vmap(gradient, (0, None))
+    want = jax.jit(lanes)(x, params)
+    with _hopper():
+      got = jax.jit(lambda *args: lanes(*args))(x, params)
+      jax.block_until_ready(got)
+    # A bfloat16 whose sum is near a tie may be the next one, and then move a
+    # code of four bits.
+    self.assert_close(got, want, 3e-3 if name in ('bf16', 'W4A16') else 1e-2)
+
+  @parameterized.parameters('W4A4', 'W4A16')
+  def test_layer_of_a_stack(self, name):
+    x, params, quantized, precisions = self.operands(_PRECISIONS[name])
+    stacks = jax.tree.map(
+        lambda leaf: jnp.stack([jnp.zeros_like(leaf), leaf]), quantized
+    )
+
+    def moe(x, experts):
+      weights = layers.LayerWeights(params | experts, {}, precisions)
+      return layers.moe(x, weights, 2)[0]
+
+    want = jax.jit(moe)(x[0], quantized)
+    with _hopper():
+      self.assertTrue(all(map(kernels.reads_layers, stacks.values())))
+      layer = {n: qtensor.Layer(s, jnp.int32(1)) for n, s in stacks.items()}
+      run = jax.jit(lambda *args: moe(*args))
+      got, taken = (np.asarray(run(x[0], q)) for q in (layer, quantized))
+    np.testing.assert_array_equal(got, taken)
+    self.assert_close(got, want, 1e-2 if name == 'W4A4' else 1e-3)
+
+  @parameterized.parameters('nvfp4_w4a16', 'nvfp4_final', 'resq')
+  def test_prefill_reads_experts_in_their_stack(self, recipe):
+    config = model_config.ModelConfig(
+        vocab_size=32,
+        num_layers=2,
+        embed_dim=128,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=32,
+        num_experts=4,
+        experts_per_token=2,
+        moe_dim=128,
+    )
+    quantizer = policy.Quantizer(recipes.get(recipe).sampler)
+    params = transformer.init_params(jax.random.key(0), config)
+    tree = policy.quantize_params(quantizer, transformer.stack(params, (2,)))
+    tokens = jax.random.randint(jax.random.key(1), (2, 6), 0, 32)
+    lengths = jnp.array([6, 4])
+    cache = kv_cache.init(2, 2, 1, 8, 32)
+    prefill = lambda tree: transformer.prefill(
+        config, tree, tokens, lengths, quantizer, cache
+    )[0]
+    want = jax.jit(prefill)(tree)
+    read = []
+
+    def scaled_matmul(x, wq, *args, **kwargs):
+      read.append(isinstance(wq, qtensor.Layer))
+      return grouped(x, wq, *args, **kwargs)
+
+    grouped = triton_grouped.scaled_matmul
+    with (
+        _hopper(),
+        mock.patch.object(triton_grouped, 'scaled_matmul', scaled_matmul),
+    ):
+      got = np.asarray(jax.jit(lambda tree: prefill(tree))(tree))
+    # A residual takes columns of the weights, and so the layer.
+    self.assertEqual(set(read), {recipe != 'resq'})
+    self.assert_close(got, want, 2e-2)
 
 
 if __name__ == '__main__':

@@ -131,12 +131,6 @@ class TritonMatmulTest(chex.TestCase):
         want = triton_matmul.scaled_matmul(x, layer.take())
         np.testing.assert_array_equal(got, want)
 
-  @parameterized.parameters(
-      (14336, 4096, 2), (4096, 4096, 4), (64, 128, 1), (64, 1024, 2)
-  )
-  def test_parts_follow_from_the_weights(self, n, k, parts):
-    self.assertEqual(triton_matmul.num_parts(n, k), parts)
-
   def test_hopper_says_what_it_cannot_do(self):
     x, w = cases.operands(4, 64, 192)
     wq = quantization.quantize(w, _TENSOR)
