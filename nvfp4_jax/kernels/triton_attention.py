@@ -32,8 +32,9 @@ type _Vector = jax.Array | qtensor.Layer[jax.Array]
 
 _BLOCKS = (64, 128)
 _HEAD_DIMS = (64, 128)
-_COLUMNS = 16  # of a tile: query heads of one key head
+_MOST_GROUP = 15  # query heads of one key head, which is one more column
 _MOST_POSITIONS = 1 << 15
+_WARPS, _STAGES, _NARROW = 4, 3, 8
 
 
 def unsupported(
@@ -62,8 +63,8 @@ def unsupported(
   heads, _, dim = k.shape[-3:]
   if dim not in _HEAD_DIMS or 2 * rope[0].shape[-1] != dim:
     return f'head_dim {dim}, all of it rotated, is not one of {_HEAD_DIMS}'
-  if q.shape[-1] > _COLUMNS * heads * dim:
-    return f'more than {_COLUMNS} query heads share a key head'
+  if q.shape[-1] > _MOST_GROUP * heads * dim:
+    return f'more than {_MOST_GROUP} query heads share a key head'
   if block not in _BLOCKS:
     return f'the block of {block} keys is not one of {_BLOCKS}'
   if live % block:
@@ -107,6 +108,7 @@ def _call(*arrays, live, block, eps, is_normed):
   k_cache = arrays[11]
   *lead, batch, width = q.shape
   layers, _, heads, positions, dim = k_cache.shape[len(lead) :]
+  group = width // k.shape[-1]
   return triton_call.call(
       token_attention,
       *arrays,
@@ -115,13 +117,13 @@ def _call(*arrays, live, block, eps, is_normed):
       ],
       aliases={11: 1, 12: 2},
       grid=(heads, batch, lengths.size // batch),
-      num_warps=4,
-      num_stages=3,
+      num_warps=_WARPS,
+      num_stages=_STAGES,
       B=batch,
       L=layers,
       S=positions,
       HEADS=heads,
-      GROUP=width // k.shape[-1],
+      GROUP=group,
       D=dim,
       GAINS=gains.shape[-2] if is_normed else 0,
       EPS=eps,
@@ -129,23 +131,17 @@ def _call(*arrays, live, block, eps, is_normed):
       LIVE=live,
       BLOCK=block,
       HEIGHT=(live // block - 1).bit_length(),
+      COLUMNS=_NARROW if group < _NARROW else 16,
   )
 
 
 @triton.jit
-def _normalize(first, second, gain_ptr, D: tl.constexpr, EPS: tl.constexpr):
-  """Returns `layers.rms_norm` of heads `[heads, D]`, given in two halves."""
-  squares = first * first + second * second
-  mean_square = triton_exact.tree_sum(squares, D // 2) * (1 / D)
-  inverse = triton_exact.rsqrt(triton_exact.fence(mean_square) + EPS)[:, None]
-  gain_ptr += tl.arange(0, D // 2)[None, :]
-  gain = triton_exact.round_to_bfloat16(tl.load(gain_ptr).to(tl.float32))
-  first = triton_exact.round_to_bfloat16(first * inverse) * gain
-  gain_ptr += D // 2
-  gain = triton_exact.round_to_bfloat16(tl.load(gain_ptr).to(tl.float32))
-  second = triton_exact.round_to_bfloat16(second * inverse) * gain
-  first = triton_exact.round_to_bfloat16(first)
-  return first, triton_exact.round_to_bfloat16(second)
+def _gain(ptr, index_ptr, lane, at, GAINS: tl.constexpr, D: tl.constexpr):
+  """Returns part of a head's gain, `[1, channels]`."""
+  matrix = lane * GAINS + tl.load(index_ptr + lane)
+  return triton_exact.round_to_bfloat16(
+      tl.load(ptr + matrix * D + at).to(tl.float32)
+  )
 
 
 @triton.jit
@@ -165,6 +161,7 @@ def token_attention(
     GROUP: tl.constexpr, D: tl.constexpr,
     GAINS: tl.constexpr, EPS: tl.constexpr, SCALE: tl.constexpr,
     LIVE: tl.constexpr, BLOCK: tl.constexpr, HEIGHT: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
   """Attends with the query heads of one key head of one row.
 
@@ -180,54 +177,63 @@ def token_attention(
   k_cache_ptr += sequence * (S * D)
   v_cache_ptr += sequence * (S * D)
 
+  # Rows of a tile: the query heads, and in the last one the key head. Channels
+  # come in two halves, whose elements RoPE pairs.
   HALF: tl.constexpr = D // 2
+  row_of_tile = tl.arange(0, COLUMNS)
+  query = (row * HEADS + head) * GROUP + row_of_tile
+  is_query = row_of_tile < GROUP
+  is_key = (row_of_tile == COLUMNS - 1)[:, None]
   channel = tl.arange(0, HALF)[None, :]
+  at_query, mask = query[:, None] * D + channel, is_query[:, None]
+  at_key = (row * HEADS + head) * D + channel
+  first = tl.load(q_ptr + at_query, mask=mask, other=0.0)
+  second = tl.load(q_ptr + at_query + HALF, mask=mask, other=0.0)
+  first = tl.where(is_key, tl.load(k_ptr + at_key), first).to(tl.float32)
+  second = tl.where(is_key, tl.load(k_ptr + at_key + HALF), second)
+  second = second.to(tl.float32)
   cos = triton_exact.round_to_bfloat16(tl.load(cos_ptr + row * HALF + channel))
   sin = triton_exact.round_to_bfloat16(tl.load(sin_ptr + row * HALF + channel))
-  k_ptr += (row * HEADS + head) * D
-  first = tl.load(k_ptr + channel).to(tl.float32)
-  second = tl.load(k_ptr + HALF + channel).to(tl.float32)
-  if GAINS > 0:
-    k_gain_ptr += (lane * GAINS + tl.load(k_index_ptr + lane)) * D
-    first, second = _normalize(first, second, k_gain_ptr, D, EPS)
+  if GAINS > 0:  # layers.rms_norm
+    squares = first * first + second * second
+    mean_square = triton_exact.tree_sum(squares, HALF) * (1 / D)
+    inverse = triton_exact.rsqrt(triton_exact.fence(mean_square) + EPS)[:, None]
+    q_gain = _gain(q_gain_ptr, q_index_ptr, lane, channel, GAINS, D)
+    k_gain = _gain(k_gain_ptr, k_index_ptr, lane, channel, GAINS, D)
+    first = triton_exact.round_to_bfloat16(first * inverse)
+    first *= tl.where(is_key, k_gain, q_gain)
+    q_gain = _gain(q_gain_ptr, q_index_ptr, lane, channel + HALF, GAINS, D)
+    k_gain = _gain(k_gain_ptr, k_index_ptr, lane, channel + HALF, GAINS, D)
+    second = triton_exact.round_to_bfloat16(second * inverse)
+    second *= tl.where(is_key, k_gain, q_gain)
+    first = triton_exact.round_to_bfloat16(first)
+    second = triton_exact.round_to_bfloat16(second)
+  # layers.rope
+  scale = tl.where(is_key, 1.0, SCALE)
+  rotated = ((first * cos - second * sin) * scale).to(tl.bfloat16)
+  second = ((second * cos + first * sin) * scale).to(tl.bfloat16)
   has_room = position < S  # rows that are done may have none
-  slot = k_cache_ptr + position * D + channel
-  rotated = first * cos - second * sin
-  tl.store(slot, rotated.to(tl.bfloat16), mask=has_room)
-  rotated = second * cos + first * sin
-  tl.store(slot + HALF, rotated.to(tl.bfloat16), mask=has_room)
+  slot = k_cache_ptr + position * D + channel + row_of_tile[:, None] * 0
+  tl.store(slot, rotated, mask=is_key & has_room)
+  tl.store(slot + HALF, second, mask=is_key & has_room)
   channels = tl.arange(0, D)
   value = tl.load(v_ptr + (row * HEADS + head) * D + channels)
   tl.store(v_cache_ptr + position * D + channels, value, mask=has_room)
   tl.debug_barrier()  # the program's other threads will read them
-
-  column = tl.arange(0, 16)
-  query = (row * HEADS + head) * GROUP + column
-  is_query = column < GROUP
-  at = q_ptr + query[:, None] * D + channel
-  mask = is_query[:, None]
-  first = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-  second = tl.load(at + HALF, mask=mask, other=0.0).to(tl.float32)
-  if GAINS > 0:
-    q_gain_ptr += (lane * GAINS + tl.load(q_index_ptr + lane)) * D
-    first, second = _normalize(first, second, q_gain_ptr, D, EPS)
-  rotated = first * cos - second * sin
-  second = second * cos + first * sin
-  first = tl.trans((rotated * SCALE).to(tl.bfloat16))
-  second = tl.trans((second * SCALE).to(tl.bfloat16))
+  first, second = tl.trans(rotated), tl.trans(second)
 
   index = tl.arange(0, BLOCK)
   blocks = tl.minimum(position, LIVE - 1) // BLOCK + 1
   keys = k_cache_ptr + index[:, None] * D + channel
-  largest = tl.full((16,), float('-inf'), tl.float32)
+  largest = tl.full((COLUMNS,), float('-inf'), tl.float32)
   for block in range(blocks):
     is_live = block * BLOCK + index <= position
     scores = _scores(keys + block * (BLOCK * D), first, second, is_live, HALF)
     largest = tl.maximum(largest, tl.max(scores, axis=0))
 
   values = v_cache_ptr + index[:, None] * D + channels[None, :]
-  y = tl.zeros((D, 16), tl.float32)
-  total = tl.zeros((BLOCK, 16), tl.float32)
+  y = tl.zeros((D, COLUMNS), tl.float32)
+  total = tl.zeros((BLOCK, COLUMNS), tl.float32)
   sums, totals = (y,) * HEIGHT, (total,) * HEIGHT
   for leaf in range(1 << HEIGHT):
     block = 0

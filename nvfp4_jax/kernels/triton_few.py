@@ -5,10 +5,11 @@ launch. A weight is a layer of a stack, and is read where it is: bfloat16, or
 NVFP4, whose codes are decoded in registers. Time goes into reading weights, and
 where they are small, into starting: hence one launch.
 
-Features are the rows of a tile and tokens its columns: see `triton_matmul` for
-the order of sums. That of bfloat16 is from left to right, as XLA's matmuls have
-it where there are many rows (it divides K where there are few, of some shapes);
-the tests ask a GPU.
+NVFP4: features are the rows of a tile and tokens its columns; see
+`triton_matmul` for the order of sums. bfloat16: tokens are the rows, so that a
+tile can have few features and its weights are read by many processors; sums are
+from left to right, as those of XLA's matmuls of many rows are (of few, it
+divides K for some shapes). The tests ask a GPU whether the bits are the same.
 """
 
 import functools
@@ -28,7 +29,8 @@ from nvfp4_jax.kernels import triton_decode
 MOST_NVFP4_ROWS = 128
 MOST_BFLOAT16_ROWS = 256
 _MOST_WEIGHTS = 3
-_PROGRAMS = 256  # of 64 features that fill the 132 processors of an H200
+_PROGRAMS = 200  # of 64 features that fill the 132 processors of an H200
+_MOST_PROGRAMS = 264  # of bfloat16: two on each processor
 _FEWEST_STEPS = 4  # of a part
 _BYTES_AHEAD = 120 << 10  # of a program's operands, in shared memory
 
@@ -37,9 +39,9 @@ class Tile(NamedTuple):
   """What one program computes: powers of two.
 
   Attributes:
-    rows: rows of `x`, at least 16.
-    features: rows of a weight, at least 64.
-    warps: of 32 threads; 4 for each 64 features, or fewer.
+    rows: rows of `x`, at least 16; for bfloat16, 64.
+    features: rows of a weight, at least 64; for bfloat16, 16.
+    warps: of 32 threads; 4 for each 64 features (bfloat16: rows), or fewer.
     stages: steps that are loaded ahead.
   """
 
@@ -180,10 +182,15 @@ def _nvfp4(x, x_scale, indices, stacks, *, unit, dtype, tile):
 def _bfloat16(x, x_scale, indices, stacks, *, dtype, tile):
   """See `_with_vmap`."""
   del x_scale
-  rows, step = _rows(x), 64 if x.shape[-1] % 128 else 128
+  m, k = x.shape[-2:]
+  step = 64 if k % 128 else 128
   if tile is None:
-    stages = _BYTES_AHEAD // (2 * step * (rows + 64))
-    tile = Tile(rows, 64, 4, min(max(stages, 2), 6))
+    rows, features = 64 if m <= 64 else 128, 16
+    total = sum(stack[0].shape[1] for stack in stacks) * triton.cdiv(m, rows)
+    while features < 64 and total > _MOST_PROGRAMS * features:
+      features *= 2
+    stages = _BYTES_AHEAD // (2 * step * (rows + features))
+    tile = Tile(rows, features, rows // 16, min(max(stages, 2), 5))
   outputs = [(1, dtype)] * len(stacks)
   ys = _call(bfloat16_few, (x,), indices, stacks, outputs, tile, STEP=step)
   return tuple(y[..., 0, :, :] for y in ys)
@@ -338,15 +345,18 @@ def _bfloat16_tile(
   feature = tile * FEATURES + tl.arange(0, FEATURES)
   lane = tl.program_id(2).to(tl.int64)
   column = tl.arange(0, STEP)
-  # Rows beyond the last repeat it, and are not stored.
+  is_token = (token < M)[:, None]
+  x_ptr += (lane * M + token)[:, None] * K + column[None, :]
+  # Features beyond the last repeat it, and are not stored.
   w_row = _matrix(index_ptr, INDEXED) * N + tl.minimum(feature, N - 1)
-  w_ptr += w_row[:, None] * K + column[None, :]
-  x_row = lane * M + tl.minimum(token, M - 1)
-  x_ptr += x_row[None, :] * K + column[:, None]
-  y = tl.zeros((FEATURES, ROWS), tl.float32)
+  w_ptr += w_row[None, :] * K + column[:, None]
+  y = tl.zeros((ROWS, FEATURES), tl.float32)
   for step in range(K // STEP):
-    y = tl.dot(tl.load(w_ptr + step * STEP), tl.load(x_ptr + step * STEP), y)
-  store(y_ptr + lane * M * N, y, token, feature, M, N)
+    x = tl.load(x_ptr + step * STEP, mask=is_token, other=0.0)
+    y = tl.dot(x, tl.load(w_ptr + step * STEP), y)
+  at = (lane * M + token)[:, None] * N + feature[None, :]
+  mask = is_token & (feature < N)[None, :]
+  tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
