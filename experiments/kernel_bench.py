@@ -450,6 +450,11 @@ def _matmuls(cfg) -> Iterator[Workload]:
     )
     name = f'decode linear W4A16 {m} x {k} -> {n}'
     yield Workload(name, nbytes, 0.0, count, candidates)
+    nbytes = 2.0 * (n * k + m * k + m * n)
+    count = copies(cfg, nbytes)
+    candidates = functools.partial(_stack_candidates, cfg, m, n, k, count)
+    name = f'decode linear bf16 in a stack {m} x {k} -> {n}'
+    yield Workload(name, nbytes, 0.0, count, candidates)
 
 
 def _weight_bytes(n, k):
@@ -472,8 +477,27 @@ def _matmul_candidates(cfg, m, n, k, quantized, count):
     yield jax_candidate(f'triton {tile}', fn, wqs)
   del wqs
   ws = [_random(i, (n, k)) for i in range(count)]
-  yield jax_candidate('xla bf16', functools.partial(kernels.matmul, x), ws)
+  fn = functools.partial(kernels.matmul, x, implementation='reference')
+  yield jax_candidate('xla bf16', fn, ws)
   del ws
+  yield from _torch_matmul(cfg, m, n, k, count)
+
+
+def _stack_candidates(cfg, m, n, k, count):
+  """Yields matmuls with layers of one stack, in a loop over them."""
+  x = _random(0, (m, k))
+  stack = _random(1, (count, n, k))
+  layers = [qtensor.Layer(stack, jnp.int32(i)) for i in range(count)]
+  for name in cfg.implementations:
+    fn = functools.partial(
+        kernels.matmul, x, dtype=jnp.bfloat16, implementation=name
+    )
+    yield jax_candidate(name, fn, layers)
+  del stack, layers
+  yield from _torch_matmul(cfg, m, n, k, count)
+
+
+def _torch_matmul(cfg, m, n, k, count):
   torch = _torch(cfg)
   if torch:
     given = _torch_random(torch, (m, k))

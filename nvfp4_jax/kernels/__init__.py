@@ -380,8 +380,9 @@ def matmul(
     dtype: of the result: float32, or bfloat16.
     implementation: 'reference', 'triton', or None to choose. 'triton' is for
       bfloat16 on Hopper: with groups, N and K multiples of 64; without, K one
-      of 64 and up to 256 rows, whose bits are then those that XLA's matmul
-      gives among many rows. With groups, it adds in an order of its own.
+      of 64 and up to 256 rows (128, if N is over 8192), whose bits are then
+      those that XLA's matmul gives among many rows. With groups, it adds in an
+      order of its own.
     tile: of 'triton': rows of x and features that a program computes, its
       number of warps and of stages. None for what suits the shape.
 

@@ -8,7 +8,8 @@ it is, and only as far as the row has come.
 **The bits are those of `layers.attention`**, which the learner and the prompt
 use: rounding points and trees of sums are the same (`triton_exact`), and both
 dots take steps of 16 along the contraction axis, from left to right, if the
-tensor cores add alike for tiles of any width; the tests ask a GPU. Keys and
+tensor cores add alike for tiles of any width and for both of Hopper's
+instructions (`wgmma` from 16 columns on, `mma`); the tests ask a GPU. Keys and
 values are the rows of a tile, and query heads its columns.
 
 Two passes over the keys: the first finds the largest score, the second needs
@@ -34,7 +35,6 @@ _BLOCKS = (64, 128)
 _HEAD_DIMS = (64, 128)
 _MOST_GROUP = 15  # query heads of one key head, which is one more column
 _MOST_POSITIONS = 1 << 15
-_WARPS, _STAGES, _NARROW = 4, 3, 8
 
 
 def unsupported(
@@ -117,8 +117,8 @@ def _call(*arrays, live, block, eps, is_normed):
       ],
       aliases={11: 1, 12: 2},
       grid=(heads, batch, lengths.size // batch),
-      num_warps=_WARPS,
-      num_stages=_STAGES,
+      num_warps=4,
+      num_stages=2,
       B=batch,
       L=layers,
       S=positions,
@@ -131,7 +131,7 @@ def _call(*arrays, live, block, eps, is_normed):
       LIVE=live,
       BLOCK=block,
       HEIGHT=(live // block - 1).bit_length(),
-      COLUMNS=_NARROW if group < _NARROW else 16,
+      COLUMNS=8 if group < 8 else 16,
   )
 
 

@@ -27,10 +27,11 @@ from nvfp4_jax.kernels import triton_call
 from nvfp4_jax.kernels import triton_decode
 
 MOST_NVFP4_ROWS = 128
-MOST_BFLOAT16_ROWS = 256
+_MOST_BFLOAT16_ROWS = 256
+_MOST_FEATURES = 8192  # with more than 128 rows; XLA divides no K of more
 _MOST_WEIGHTS = 3
 _PROGRAMS = 200  # of 64 features that fill the 132 processors of an H200
-_MOST_PROGRAMS = 264  # of bfloat16: two on each processor
+_MOST_PROGRAMS = 132  # of bfloat16: one on each processor
 _FEWEST_STEPS = 4  # of a part
 _BYTES_AHEAD = 120 << 10  # of a program's operands, in shared memory
 
@@ -62,8 +63,9 @@ def unsupported_bfloat16(
       return f'an operand is {operand.dtype}, not bfloat16'
   if w.ndim != 2 or w.shape[1] % 64:
     return f'w of shape {w.shape} is not [N, K] with K a multiple of 64'
-  if not 0 < x.shape[0] <= MOST_BFLOAT16_ROWS:
-    return f'there are {x.shape[0]} rows, not 1 to {MOST_BFLOAT16_ROWS}'
+  most = _MOST_BFLOAT16_ROWS if w.shape[0] <= _MOST_FEATURES else 128
+  if not 0 < x.shape[0] <= most:
+    return f'there are {x.shape[0]} rows, not 1 to {most}'
   return None
 
 

@@ -75,11 +75,12 @@ _MX = _SHAPE | dict(FP8=True, SQUARES=False, ROWS=4, BLOCKS=64)
 _WEIGHTS = dict(K=1024, N0=2048, N1=1024, N2=1000, INDEXED=True)
 _FEW = _WEIGHTS | dict(M=16, ROWS=16, FEATURES=64)
 _NVFP4_FEW = _FEW | dict(UNIT=128**2, SCALED=True, P0=2, P1=2, P2=1)
-_BFLOAT16_FEW = _FEW | dict(STEP=128)
+_BFLOAT16_FEW = _FEW | dict(STEP=128, ROWS=64, FEATURES=32)
 _MANY = dict(N=4096, K=4096, PARTS=2, UNIT=128, SHARED=True)
 _MANY |= dict(M=2048, ROWS=128, FEATURES=128)
 _ATTENTION = dict(B=16, L=28, S=2048, HEADS=8, GROUP=2, D=128, GAINS=28)
-_ATTENTION |= dict(EPS=1e-6, SCALE=128**-0.5, LIVE=256, BLOCK=64, HEIGHT=2)
+_ATTENTION |= dict(EPS=1e-6, SCALE=128**-0.5, COLUMNS=8)
+_ATTENTION |= dict(LIVE=256, BLOCK=64, HEIGHT=2)
 _LONG = dict(S=1 << 15, LIVE=1 << 12, HEIGHT=6)
 _NORM = dict(D=1024, L=28, BLOCK=1024, EPS=1e-6, ADD=True)
 _DECODE = dict(WORDS=1 << 20, PER_SCALE=512, BLOCK=512)
@@ -172,8 +173,8 @@ class CompilationTest(chex.TestCase):
       (triton_quantize.mx_tiles, _MX, 4, 64),
       (triton_few.nvfp4_few, _NVFP4_FEW, 4, 128),
       (triton_few.nvfp4_few, _NVFP4_FEW | dict(M=128, ROWS=128), 4, 255),
-      (triton_few.bfloat16_few, _BFLOAT16_FEW, 4, 128),
-      (triton_few.bfloat16_few, _BFLOAT16_FEW | dict(M=256, ROWS=128), 4, 255),
+      (triton_few.bfloat16_few, _BFLOAT16_FEW, 4, 192),
+      (triton_few.bfloat16_few, _BFLOAT16_FEW | dict(M=256, ROWS=128), 8, 192),
       (triton_attention.token_attention, _ATTENTION, 4, 168),
       (triton_attention.token_attention, _ATTENTION | _LONG, 4, 255),
       (triton_norm.norm_rows, _NORM, 4, 64),
@@ -206,7 +207,6 @@ class CompilationTest(chex.TestCase):
   @parameterized.parameters(
       (triton_few.nvfp4_few, _NVFP4_FEW, 4),
       (triton_few.nvfp4_few, _NVFP4_FEW | dict(ROWS=128), 4),
-      (triton_few.bfloat16_few, _BFLOAT16_FEW, 4),
       (triton_matmul.bfloat16_matmul, _MANY, 8),
   )
   def test_hopper_matmul_takes_the_same_steps(self, kernel, static, warps):
