@@ -261,7 +261,13 @@ def rms_norm(
 
   Returns:
     The sum, rounded, and its norm, both `[M, D]` bfloat16.
+
+  Raises:
+    NotImplementedError: the kernel cannot run here, or not with these operands.
   """
+  problem = _cannot_run_triton() or _triton_norm().unsupported(x)
+  if problem is not None:
+    raise NotImplementedError(f'rms_norm: {problem}.')
   return _triton_norm().rms_norm(x, gain, eps, y)
 
 
@@ -285,9 +291,7 @@ def attends_tokens(
   """
   problem = _why_not_triton(None)
   if problem is None:
-    problem = _triton_attention().unsupported(
-        q, rope, cache, live, block, _compute_capability()
-    )
+    problem = _why_not_attend(q, rope, cache, live, block)
   return _is_triton('attend_token', None, problem)
 
 
@@ -327,7 +331,15 @@ def attend_token(
 
   Returns:
     `[B, H * D]` bfloat16, and the cache.
+
+  Raises:
+    NotImplementedError: the kernel cannot run here, or not with these operands.
   """
+  problem = _cannot_run_triton()
+  if problem is None:
+    problem = _why_not_attend(q, rope, cache, live, block)
+  if problem is not None:
+    raise NotImplementedError(f'attend_token: {problem}.')
   return _triton_attention().attend_token(
       q,
       k,
@@ -555,6 +567,12 @@ def _is_triton_grouped(function, x, w, group_sizes, implementation) -> bool:
         x, w, group_sizes, _compute_capability()
     )
   return _is_triton(function, implementation, problem)
+
+
+def _why_not_attend(q, rope, cache, live, block) -> str | None:
+  return _triton_attention().unsupported(
+      q, rope, cache, live, block, _compute_capability()
+  )
 
 
 def _decodes_in_triton(function, q, implementation) -> bool:
