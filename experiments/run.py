@@ -27,9 +27,10 @@ from nvfp4_jax import config
 from nvfp4_jax import files
 from nvfp4_jax import self_check
 
-# XLA would choose matmuls by their time in each program anew: Triton's by tiles,
-# cuBLAS's by algorithms, which divide K or do not. Sums would then have an order
-# of each program's and each run's own, and learner and sampler other bits.
+# XLA would choose matmuls by their time, in each program anew: Triton's by
+# their tiles, cuBLAS's by algorithms, which divide K or do not. Sums would have
+# an order of each program's and each run's own: learner and sampler would not
+# have the same bits, nor would a run that is resumed.
 GPU_FLAGS = ('--xla_gpu_enable_triton_gemm=false', '--xla_gpu_autotune_level=0')
 
 

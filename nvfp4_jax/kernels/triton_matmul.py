@@ -110,11 +110,13 @@ def _many(x, scale, w, *, unit, dtype, tile):
   """See `_with_vmap`; columns of both operands are permuted."""
   (*lead, m, k), n = x.shape, w.shape[-2]
   tile = triton_few.Tile(*(tile or (128, 128, 8, 4)))
+  parts = triton_few.num_parts(n, k)
   (y,) = triton_call.call(
       bfloat16_matmul,
       x,
       w,
       scale,
+      jnp.array([k // 64 // parts], jnp.int32),
       out_shape=[jax.ShapeDtypeStruct((*lead, m, n), dtype)],
       grid=(
           triton.cdiv(m, tile.rows),
@@ -126,7 +128,7 @@ def _many(x, scale, w, *, unit, dtype, tile):
       M=m,
       N=n,
       K=k,
-      PARTS=triton_few.num_parts(n, k),
+      PARTS=parts,
       UNIT=unit,
       SHARED=w.ndim == 2,
       ROWS=tile.rows,
@@ -136,7 +138,7 @@ def _many(x, scale, w, *, unit, dtype, tile):
 
 
 @triton.jit
-def _bfloat16_part(x_row, w_row, first, steps: tl.constexpr):
+def _bfloat16_part(x_row, w_row, first, steps):
   """Returns the sum over `steps` * 64 columns, `[features, tokens]`."""
   index = tl.arange(0, 64)
   y = tl.zeros((w_row.shape[0], x_row.shape[1]), tl.float32)
@@ -150,12 +152,16 @@ def _bfloat16_part(x_row, w_row, first, steps: tl.constexpr):
 
 @triton.jit
 def bfloat16_matmul(
-    x_ptr, w_ptr, outer_ptr, y_ptr,
+    x_ptr, w_ptr, outer_ptr, steps_ptr, y_ptr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr,
     UNIT: tl.constexpr, SHARED: tl.constexpr,
     ROWS: tl.constexpr, FEATURES: tl.constexpr,
 ):  # fmt: skip
-  """Writes y `[B, M, N]`; columns of x and w are in the order of `permute`."""
+  """Writes y `[B, M, N]`; columns of x and w are in the order of `permute`.
+
+  The number of steps of a part is loaded: were it a constant, ptxas would take
+  ten seconds for two loops in a row.
+  """
   # Programs that run together share rows of both operands: groups of eight.
   rows, columns = tl.cdiv(M, ROWS), tl.cdiv(N, FEATURES)
   program = tl.program_id(1) * rows + tl.program_id(0)
@@ -170,7 +176,7 @@ def bfloat16_matmul(
   w_row = tl.minimum(feature, N - 1).to(tl.int64)[:, None]
   if not SHARED:
     w_row += lane * N
-  steps: tl.constexpr = K // 64 // PARTS
+  steps = tl.load(steps_ptr)
   total = _bfloat16_part(x_ptr + x_row * K, w_ptr + w_row * K, 0, steps)
   for part in range(1, PARTS):
     first = part * steps

@@ -45,6 +45,7 @@ _TYPES = {
     'y_ptr': '*fp32',
     'global_ptr': '*fp32',
     'index_ptr': '*i32',
+    'steps_ptr': '*i32',
     'x_scale_ptr': '*u8',
     'w_ptr': '*u8',
     'w_scale_ptr': '*u8',
