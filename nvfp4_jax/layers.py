@@ -165,8 +165,11 @@ def quantize_input(
   return kernels.quantize(lax.stop_gradient(x), spec)
 
 
+@functools.partial(jax.checkpoint, static_argnums=2)
 def rms_norm(x: jax.Array, gain: jax.Array, eps: float) -> jax.Array:
   """Returns `x / sqrt(mean(x**2) + eps) * gain`, rounded after each product.
+
+  Its gradient keeps the arguments alone, and computes the rest again.
 
   Args:
     x: `[..., D]`.
@@ -183,26 +186,27 @@ def rms_norm(x: jax.Array, gain: jax.Array, eps: float) -> jax.Array:
   return _as(normal * _round(gain.astype(jnp.float32), dtype), dtype)
 
 
-def decoded_rms_norm(
+def add_rms_norm(
     x: jax.Array,
     gain: jax.Array | qtensor.Layer,
     eps: float,
     y: jax.Array | None = None,
+    *,
+    has_gradient: bool = True,
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns `add(x, y)` and its `rms_norm`, in one kernel where there is one.
-
-  For tokens that are decoded: it has no derivative then.
+  """Returns `add(x, y)` and its `rms_norm`.
 
   Args:
     x: `[..., D]`.
     gain: `[D]`, or that of a stack.
     eps: added to the mean square.
     y: `[..., D]`, or None for nothing.
+    has_gradient: if not, one kernel does both, where there is one.
   """
   rows = x.reshape(-1, x.shape[-1])
-  if kernels.normalizes_rows(rows):
+  if not has_gradient and kernels.decoding.normalizes_rows(rows):
     y = None if y is None else y.reshape(rows.shape)
-    total, normed = kernels.rms_norm(rows, gain, eps, y)
+    total, normed = kernels.decoding.rms_norm(rows, gain, eps, y)
     return total.reshape(x.shape), normed.reshape(x.shape)
   gain = gain.take() if isinstance(gain, qtensor.Layer) else gain
   total = x if y is None else add(x, y)
@@ -300,8 +304,12 @@ def attention(
   return out.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads * dim)
 
 
+@jax.checkpoint
 def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
-  """Returns `silu(gate) * up` in their dtype, silu rounded first."""
+  """Returns `silu(gate) * up` in their dtype, silu rounded first.
+
+  Its gradient keeps the arguments alone, and computes the rest again.
+  """
   dtype = gate.dtype
   gate, up = gate.astype(jnp.float32), up.astype(jnp.float32)
   silu = gate / (1.0 + exact.exp(jnp.minimum(-gate, 80.0)))

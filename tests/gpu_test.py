@@ -27,6 +27,7 @@ from nvfp4_jax import qtensor
 from nvfp4_jax import quantization
 from nvfp4_jax import recipes
 from nvfp4_jax import self_check
+from nvfp4_jax.kernels import choice
 from nvfp4_jax.kernels import reference
 from nvfp4_jax.models import config as model_config
 from nvfp4_jax.models import transformer
@@ -185,7 +186,7 @@ class TritonTest(chex.TestCase):
 
   def setUp(self):
     super().setUp()
-    if problem := kernels._cannot_run_triton():
+    if problem := choice.cannot_run_triton():
       self.skipTest(problem)
 
   def assert_same_bytes(self, x, spec, **options):
@@ -200,7 +201,7 @@ class TritonTest(chex.TestCase):
 
   @pytest.mark.skipif(jax.device_count() > 1, reason='chosen on one device')
   def test_quantize_is_triton_by_default(self):
-    kernels._log_once.cache_clear()
+    choice.log_once.cache_clear()
     with self.assertLogs(kernels.__name__, 'INFO') as logs:
       kernels.quantize(jnp.ones((4, 64)), cases.SPECS[0])
     self.assertIn("implementation 'triton'", logs.output[0])
@@ -330,7 +331,9 @@ class TritonTest(chex.TestCase):
         **operands
     )
     for got in (
-        kernels.attend_token(**operands, **static, eps=attention_cases.EPS)
+        kernels.decoding.attend_token(
+            **operands, **static, eps=attention_cases.EPS
+        )
         for _ in range(3)
     ):
       for ours, wanted in zip(
@@ -349,7 +352,7 @@ class TritonTest(chex.TestCase):
     )
     x = x * jnp.exp(3 * y.astype(jnp.float32)).astype(jnp.bfloat16)
     y = y if adds else None
-    got = kernels.rms_norm(x, gain[0], 1e-6, y)
+    got = kernels.decoding.rms_norm(x, gain[0], 1e-6, y)
     want = _jit(_norm)(x, gain[0], y)
     for ours, wanted in zip(got, want, strict=True):
       np.testing.assert_array_equal(
@@ -445,7 +448,7 @@ class TritonTest(chex.TestCase):
         'scaled_matmul': (x, quantization.quantize(w, _Spec('nvfp4'))),
     }[name]
     function = getattr(kernels, name)
-    kernels._log_once.cache_clear()
+    choice.log_once.cache_clear()
     with self.assertLogs(kernels.__name__, 'INFO') as logs:
       y = function(*operands, sizes)
     self.assertIn(f"{name}: implementation 'triton'", logs.output[0])
@@ -481,7 +484,7 @@ class TritonTest(chex.TestCase):
     tokens = jax.random.randint(
         jax.random.key(1), (batch, length), 0, _MOE.vocab_size
     )
-    kernels._log_once.cache_clear()
+    choice.log_once.cache_clear()
     with self.assertLogs(kernels.__name__, 'INFO') as logs:
       forward = _jit(
           lambda tree, tokens: transformer.forward(

@@ -15,9 +15,6 @@ defines the answer.
 """
 
 from collections.abc import Sequence
-import functools
-import logging
-import types
 from typing import Literal
 
 import jax
@@ -26,14 +23,13 @@ import jax.numpy as jnp
 from nvfp4_jax import exact
 from nvfp4_jax import qtensor
 from nvfp4_jax import quantization
+from nvfp4_jax.kernels import choice
+from nvfp4_jax.kernels import decoding as decoding  # part of the interface
 from nvfp4_jax.kernels import reference
 
 type Implementation = Literal['reference', 'triton']
-type Vector = jax.Array | qtensor.Layer[jax.Array]  # one of a stack
 
 _IMPLEMENTATIONS = ('reference', 'triton')
-_LOWEST_CAPABILITY = 9.0  # from here on, Triton converts to E4M3 in hardware
-_log = logging.getLogger(__name__)
 
 
 def quantize(
@@ -65,12 +61,12 @@ def quantize(
     NotImplementedError: 'triton' cannot run here, or not with this spec.
   """
   _check_choice(implementation, tile)
-  problem = _why_not_triton(implementation)
+  problem = choice.why_not_triton(implementation)
   if problem is None:
     quantization.check_quantize(x, spec, key, amax)
-    problem = _triton_quantize().unsupported(x, spec)
-  if _is_triton('quantize', implementation, problem):
-    return _triton_quantize().quantize(x, spec, amax=amax, tile=tile)
+    problem = choice.triton_quantize().unsupported(x, spec)
+  if choice.is_triton('quantize', implementation, problem):
+    return choice.triton_quantize().quantize(x, spec, amax=amax, tile=tile)
   return quantization.quantize(x, spec, key=key, amax=amax)
 
 
@@ -91,7 +87,7 @@ def decode(
   """
   _check_choice(implementation, None)
   if _decodes_in_triton('decode', q, implementation):
-    return _triton_decode().decode(q)
+    return choice.triton_decode().decode(q)
   return qtensor.decode(q)
 
 
@@ -118,7 +114,7 @@ def dequantize(
   _check_choice(implementation, None)
   if jnp.dtype(dtype) == jnp.bfloat16:
     if _decodes_in_triton('dequantize', q, implementation):
-      return _triton_decode().dequantize(q)
+      return choice.triton_decode().dequantize(q)
   elif implementation == 'triton':
     raise NotImplementedError(f'dequantize: Triton gives no {dtype}.')
   return qtensor.dequantize(q, dtype)
@@ -128,7 +124,9 @@ def implementations(
     x: jax.Array | jax.ShapeDtypeStruct, spec: quantization.QuantSpec
 ) -> tuple[Implementation, ...]:
   """Returns those of `quantize` that can run here, with these operands."""
-  if _cannot_run_triton() or _triton_quantize().unsupported(x, spec):
+  if choice.cannot_run_triton() or choice.triton_quantize().unsupported(
+      x, spec
+  ):
     return ('reference',)
   return ('reference', 'triton')
 
@@ -170,11 +168,15 @@ def scaled_matmul(
   """
   _check_choice(implementation, tile)
   _check_dtype(dtype)
-  problem = _why_not_triton(implementation)
+  problem = choice.why_not_triton(implementation)
   if problem is None:
     problem = _why_no_triton_matmul(x, wq, group_sizes, implementation)
-  if _is_triton('scaled_matmul', implementation, problem):
-    module = _triton_matmul() if group_sizes is None else _triton_grouped()
+  if choice.is_triton('scaled_matmul', implementation, problem):
+    module = (
+        choice.triton_matmul()
+        if group_sizes is None
+        else choice.triton_grouped()
+    )
     groups = () if group_sizes is None else (group_sizes,)
     return module.scaled_matmul(x, wq, *groups, dtype=dtype, tile=tile)
   if isinstance(wq, qtensor.Layer):
@@ -192,7 +194,7 @@ def reads_layers(stack: qtensor.QTensor | jax.Array) -> bool:
   Args:
     stack: `[L, N, K]`, or quantized `[L, E, N, K]` of experts.
   """
-  if _why_not_triton(None) is not None:
+  if choice.why_not_triton(None) is not None:
     return False
   layer = jax.eval_shape(lambda: jax.tree.map(lambda leaf: leaf[0], stack))
   if isinstance(layer, qtensor.QTensor):
@@ -203,7 +205,9 @@ def reads_layers(stack: qtensor.QTensor | jax.Array) -> bool:
     sizes = jax.ShapeDtypeStruct(experts, jnp.int32) if experts else None
     return _why_no_triton_matmul(x, layer, sizes, None) is None
   x = jax.ShapeDtypeStruct((1, layer.shape[-1]), jnp.bfloat16)
-  problem = _triton_few().unsupported_bfloat16(x, layer, _compute_capability())
+  problem = choice.triton_few().unsupported_bfloat16(
+      x, layer, choice.compute_capability()
+  )
   return problem is None
 
 
@@ -224,7 +228,7 @@ def matmuls(
     dtype: of the results: float32, or bfloat16.
   """
   if _few_share_a_launch(x, ws):
-    return _triton_few().matmuls(x, tuple(ws), dtype=dtype)
+    return choice.triton_few().matmuls(x, tuple(ws), dtype=dtype)
   if isinstance(x, qtensor.QTensor):
     return tuple(scaled_matmul(x, w, dtype=dtype) for w in ws)
   return tuple(
@@ -232,126 +236,6 @@ def matmuls(
       if isinstance(w.stack, qtensor.QTensor)
       else matmul(x, w, dtype=dtype)
       for w in ws
-  )
-
-
-def normalizes_rows(x: jax.Array) -> bool:
-  """Returns whether `rms_norm` can, and is to, normalize few rows `[M, D]`.
-
-  If not, `layers.rms_norm` does; both give the same bits.
-  """
-  problem = _why_not_triton(None)
-  if problem is None:
-    problem = _triton_norm().unsupported(x)
-  return _is_triton('rms_norm', None, problem)
-
-
-def rms_norm(
-    x: jax.Array, gain: Vector, eps: float, y: jax.Array | None = None
-) -> tuple[jax.Array, jax.Array]:
-  """Returns `x + y` and its RMSNorm, with the bits of `layers`' functions.
-
-  It has no derivative.
-
-  Args:
-    x: `[M, D]` bfloat16.
-    gain: `[D]`, or that of a stack.
-    eps: added to the mean square.
-    y: `[M, D]` bfloat16; None for nothing.
-
-  Returns:
-    The sum, rounded, and its norm, both `[M, D]` bfloat16.
-
-  Raises:
-    NotImplementedError: the kernel cannot run here, or not with these operands.
-  """
-  problem = _cannot_run_triton() or _triton_norm().unsupported(x)
-  if problem is not None:
-    raise NotImplementedError(f'rms_norm: {problem}.')
-  return _triton_norm().rms_norm(x, gain, eps, y)
-
-
-def attends_tokens(
-    q: jax.Array,
-    rope: tuple[jax.Array, jax.Array],
-    cache: tuple[jax.Array | qtensor.QTensor, jax.Array | qtensor.QTensor],
-    live: int,
-    block: int,
-) -> bool:
-  """Returns whether `attend_token` can do, and is to do, a step of attention.
-
-  If not, `layers.attention` does; both give the same bits.
-
-  Args:
-    q: see `attend_token`; so are the others.
-    rope: see there.
-    cache: see there; QTensors where it is quantized.
-    live: see there.
-    block: see there.
-  """
-  problem = _why_not_triton(None)
-  if problem is None:
-    problem = _why_not_attend(q, rope, cache, live, block)
-  return _is_triton('attend_token', None, problem)
-
-
-def attend_token(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    gains: tuple[Vector, Vector] | None,
-    rope: tuple[jax.Array, jax.Array],
-    cache: tuple[jax.Array, jax.Array],
-    layer: jax.Array,
-    lengths: jax.Array,
-    *,
-    live: int,
-    block: int,
-    eps: float,
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-  """Attends with one new token of every row, whose key and value it caches.
-
-  RMSNorm of heads, RoPE, the write and grouped-query attention in one kernel,
-  with the bits of `layers.rms_norm`, `layers.rope` and `layers.attention`.
-
-  Args:
-    q: `[B, H * D]` bfloat16, projected queries.
-    k: `[B, H_kv * D]` bfloat16, projected keys.
-    v: `[B, H_kv * D]` bfloat16.
-    gains: `[D]` of the norms of q and k heads, or such layers of stacks; None
-      in a model without.
-    rope: cosines and sines `[B, D / 2]` float32 at the rows' lengths.
-    cache: keys and values `[L, B, H_kv, S, D]` bfloat16.
-    layer: int32, which layer of the cache.
-    lengths: `[B]` int32, where the token is written and up to where its row
-      attends. A row without room, S or more, is not written.
-    live: how many positions of the cache are attended to.
-    block: number of keys in a block: see `layers.attention`.
-    eps: of the norms.
-
-  Returns:
-    `[B, H * D]` bfloat16, and the cache.
-
-  Raises:
-    NotImplementedError: the kernel cannot run here, or not with these operands.
-  """
-  problem = _cannot_run_triton()
-  if problem is None:
-    problem = _why_not_attend(q, rope, cache, live, block)
-  if problem is not None:
-    raise NotImplementedError(f'attend_token: {problem}.')
-  return _triton_attention().attend_token(
-      q,
-      k,
-      v,
-      gains,
-      rope,
-      cache,
-      layer,
-      lengths,
-      live=live,
-      block=block,
-      eps=eps,
   )
 
 
@@ -405,19 +289,19 @@ def matmul(
   _check_choice(implementation, tile)
   _check_dtype(dtype)
   if group_sizes is None:
-    problem = _why_not_triton(implementation)
+    problem = choice.why_not_triton(implementation)
     if problem is None:
-      problem = _triton_few().unsupported_bfloat16(
-          x, _matrix(w), _compute_capability()
+      problem = choice.triton_few().unsupported_bfloat16(
+          x, _matrix(w), choice.compute_capability()
       )
-    if _is_triton('matmul of few rows', implementation, problem):
+    if choice.is_triton('matmul of few rows', implementation, problem):
       ws = (qtensor.as_layer(w),)
-      (y,) = _triton_few().matmuls(x, ws, dtype=dtype, tile=tile)
+      (y,) = choice.triton_few().matmuls(x, ws, dtype=dtype, tile=tile)
       return y
     w = w.take() if isinstance(w, qtensor.Layer) else w
     y = reference.matmul(x, w, None)
   elif _is_triton_grouped('matmul', x, w, group_sizes, implementation):
-    y = _triton_grouped().matmul(x, w, group_sizes, tile=tile)
+    y = choice.triton_grouped().matmul(x, w, group_sizes, tile=tile)
   else:
     y = reference.matmul(x, w, group_sizes)
   return exact.to_bfloat16(y) if jnp.dtype(dtype) == jnp.bfloat16 else y
@@ -437,7 +321,7 @@ def dgrad(
   """
   _check_choice(implementation, tile)
   if _is_triton_grouped('dgrad', dy, w, group_sizes, implementation):
-    return _triton_grouped().dgrad(dy, w, group_sizes, tile=tile)
+    return choice.triton_grouped().dgrad(dy, w, group_sizes, tile=tile)
   return reference.dgrad(dy, w, group_sizes)
 
 
@@ -458,7 +342,7 @@ def wgrad(
   """
   _check_choice(implementation, tile)
   if _is_triton_grouped('wgrad', dy, x, group_sizes, implementation):
-    return _triton_grouped().wgrad(dy, x, group_sizes, tile=tile)
+    return choice.triton_grouped().wgrad(dy, x, group_sizes, tile=tile)
   return reference.wgrad(dy, x, group_sizes)
 
 
@@ -476,55 +360,13 @@ def _check_dtype(dtype):
     raise ValueError(f'dtype {dtype} is not float32 or bfloat16.')
 
 
-@functools.cache
-def _cannot_run_triton() -> str | None:
-  """Returns why Triton kernels cannot run here, or None if they can."""
-  backend = jax.default_backend()
-  if backend != 'gpu':
-    return f'the default backend is {backend}, and Triton kernels need a GPU'
-  if _compute_capability() < _LOWEST_CAPABILITY:
-    return (
-        f'compute capability {_compute_capability()} is below'
-        f' {_LOWEST_CAPABILITY}'
-    )
-  try:
-    import triton
-  except ImportError as error:
-    return f'triton cannot be imported ({error})'
-  del triton
-  return None
-
-
-def _compute_capability() -> float:
-  """Returns that of the first device, or 0.0 if it is no NVIDIA GPU."""
-  try:
-    return float(getattr(jax.devices()[0], 'compute_capability', 0.0))
-  except ValueError:
-    return 0.0
-
-
-def _why_not_triton(implementation) -> str | None:
-  """Returns why Triton is not to be asked whether it can, or None."""
-  if implementation == 'reference':
-    return 'the reference was named'
-  return _cannot_run_triton() or _cannot_shard(implementation)
-
-
-def _is_triton(function, implementation, problem) -> bool:
-  """Returns whether Triton runs, and logs it; raises if it was named."""
-  if implementation == 'triton' and problem is not None:
-    raise NotImplementedError(f'{function}: {problem}.')
-  if implementation is None:
-    chosen = 'triton' if problem is None else 'reference'
-    _log_once(function, chosen, problem)
-  return problem is None
-
-
 def _why_no_triton_matmul(x, wq, group_sizes, implementation) -> str | None:
   """Returns why `scaled_matmul` cannot use Triton, or must not choose it."""
-  module = _triton_matmul() if group_sizes is None else _triton_grouped()
+  module = (
+      choice.triton_matmul() if group_sizes is None else choice.triton_grouped()
+  )
   problem = module.unsupported(
-      x, _matrix(wq), group_sizes, _compute_capability()
+      x, _matrix(wq), group_sizes, choice.compute_capability()
   )
   if problem is None and implementation is None:
     problem = module.WHY_NOT_CHOSEN
@@ -538,9 +380,9 @@ def _matrix(w):
 
 def _few_share_a_launch(x, ws) -> bool:
   """Returns whether `triton_few` multiplies these; none of them logs that."""
-  if _why_not_triton(None) is not None or len(ws) > 3:
+  if choice.why_not_triton(None) is not None or len(ws) > 3:
     return False
-  few, capability = _triton_few(), _compute_capability()
+  few, capability = choice.triton_few(), choice.compute_capability()
   if isinstance(x, qtensor.QTensor) or isinstance(ws[0].stack, qtensor.QTensor):
     rows = x.data.shape[0] if isinstance(x, qtensor.QTensor) else x.shape[0]
     return rows <= few.MOST_NVFP4_ROWS and all(
@@ -556,88 +398,21 @@ def _few_share_a_launch(x, ws) -> bool:
 
 
 def _is_triton_grouped(function, x, w, group_sizes, implementation) -> bool:
-  """Returns whether Triton multiplies unquantized operands: `_is_triton`."""
+  """Returns whether Triton multiplies unquantized operands."""
   if group_sizes is None and implementation is None:
     return False
-  problem = _why_not_triton(implementation)
+  problem = choice.why_not_triton(implementation)
   if problem is None and group_sizes is None:
     problem = 'Triton has this of groups only'
   if problem is None:
-    problem = _triton_grouped().unsupported_bfloat16(
-        x, w, group_sizes, _compute_capability()
+    problem = choice.triton_grouped().unsupported_bfloat16(
+        x, w, group_sizes, choice.compute_capability()
     )
-  return _is_triton(function, implementation, problem)
-
-
-def _why_not_attend(q, rope, cache, live, block) -> str | None:
-  return _triton_attention().unsupported(
-      q, rope, cache, live, block, _compute_capability()
-  )
+  return choice.is_triton(function, implementation, problem)
 
 
 def _decodes_in_triton(function, q, implementation) -> bool:
-  problem = _why_not_triton(implementation)
+  problem = choice.why_not_triton(implementation)
   if problem is None:
-    problem = _triton_decode().unsupported(q)
-  return _is_triton(function, implementation, problem)
-
-
-def _cannot_shard(implementation) -> str | None:
-  """Returns why an automatic choice must not be Triton on several devices."""
-  if implementation is not None or jax.device_count() == 1:
-    return None
-  mesh = jax.sharding.get_abstract_mesh()
-  if not mesh.empty and set(mesh.manual_axes) == set(mesh.axis_names):
-    return None
-  return 'XLA cannot divide a Triton kernel among several devices'
-
-
-# Imported where they run: Triton is an optional dependency.
-def _triton_quantize() -> types.ModuleType:
-  from nvfp4_jax.kernels import triton_quantize
-
-  return triton_quantize
-
-
-def _triton_decode() -> types.ModuleType:
-  from nvfp4_jax.kernels import triton_decode
-
-  return triton_decode
-
-
-def _triton_matmul() -> types.ModuleType:
-  from nvfp4_jax.kernels import triton_blackwell
-  from nvfp4_jax.kernels import triton_matmul
-
-  is_blackwell = _compute_capability() in triton_blackwell.CAPABILITIES
-  return triton_blackwell if is_blackwell else triton_matmul
-
-
-def _triton_few() -> types.ModuleType:
-  from nvfp4_jax.kernels import triton_few
-
-  return triton_few
-
-
-def _triton_grouped() -> types.ModuleType:
-  from nvfp4_jax.kernels import triton_grouped
-
-  return triton_grouped
-
-
-def _triton_norm() -> types.ModuleType:
-  from nvfp4_jax.kernels import triton_norm
-
-  return triton_norm
-
-
-def _triton_attention() -> types.ModuleType:
-  from nvfp4_jax.kernels import triton_attention
-
-  return triton_attention
-
-
-@functools.cache
-def _log_once(function: str, implementation: str, reason: str) -> None:
-  why = f', since {reason}' if reason else ''
-  _log.info('%s: implementation %r%s.', function, implementation, why)
+    problem = choice.triton_decode().unsupported(q)
+  return choice.is_triton(function, implementation, problem)

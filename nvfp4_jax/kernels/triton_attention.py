@@ -48,7 +48,7 @@ def unsupported(
   """Returns why this kernel cannot attend, or None if it can.
 
   Args:
-    q: see `kernels.attend_token`.
+    q: see `decoding.attend_token`.
     rope: see there.
     cache: see there.
     live: see there.
@@ -89,7 +89,7 @@ def attend_token(
     block: int,
     eps: float,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-  """Returns attention's output and the cache: see `kernels.attend_token`."""
+  """Returns attention's output and the cache: see `decoding.attend_token`."""
   is_normed = gains is not None
   q_gain, k_gain = map(
       qtensor.as_layer, (q[0, :1], k[0, :1]) if gains is None else gains

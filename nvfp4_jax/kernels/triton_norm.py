@@ -34,7 +34,7 @@ def rms_norm(
     eps: float,
     y: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns `x + y` and its norm: see `kernels.rms_norm`."""
+  """Returns `x + y` and its norm: see `decoding.rms_norm`."""
   gain = qtensor.as_layer(gain)
   normalize = triton_call.with_vmap(functools.partial(_call, eps=eps))
   if y is None:

@@ -9,6 +9,7 @@ hold; `stack` and `unstack` convert.
 import collections
 from collections.abc import Callable, Sequence
 import dataclasses
+import functools
 import itertools
 from typing import Any, Literal
 
@@ -344,7 +345,7 @@ def _run(
   rope = _rope(config, tokens, positions, cache)
   kv_spec = kv_cache.SPECS[quantizer.policy.kv_cache]
   x = embedded = layers.embed(tokens, params['embed_tokens'], config.dtype)
-  add_norm = _add_rms_norm if live is None else layers.decoded_rms_norm
+  add_norm = functools.partial(layers.add_rms_norm, has_gradient=cache is None)
   layer, first, all_experts, all_noted = jnp.int32(0), 0, [], []
   for i, (segment, precisions) in enumerate(
       zip(params['layers'], all_precisions, strict=True)
@@ -369,8 +370,10 @@ def _run(
       noted = None if taps is None else collections.OrderedDict()
       weights = layers.LayerWeights(params, quantized, precisions, key, noted)
       with jax.named_scope('attention'):
+        _, h = add_norm(x, params['input_layernorm'], config.norm_eps)
+        h = weights.note('input_layernorm', h)
         y, cache = _attention(
-            config, weights, x, positions, rope, kv_spec, cache, layer, live
+            config, weights, h, positions, rope, kv_spec, cache, layer, live
         )
       with jax.named_scope('mlp'):
         gain = params['post_attention_layernorm']
@@ -401,43 +404,78 @@ def _run(
 
 
 def _attention(
-    config, weights, x, positions, rope, kv_spec, cache, layer, live
+    config, weights, h, positions, rope, kv_spec, cache, layer, live
 ):
-  heads = lambda t, n: t.reshape(*x.shape[:2], n, config.head_dim)
-  add_norm = _add_rms_norm if live is None else layers.decoded_rms_norm
-  _, h = add_norm(x, weights.params['input_layernorm'], config.norm_eps)
-  h = weights.note('input_layernorm', h)
+  """Returns attention of normed `h`, and the cache."""
   names = tuple(f'self_attn.{n}_proj' for n in 'qkv')
   hq = layers.quantize_input(h.reshape(-1, h.shape[-1]), weights, names)
-  q, k, v = layers.linears(h, weights, names, xq=hq)
-  if live is not None and weights.taps is None:
-    block = config.attention_block
-    rows = tuple(t[:, 0] for t in rope)
-    gains = None
-    if config.qk_norm:
-      gains = tuple(weights.params[f'self_attn.{n}_norm'] for n in 'qk')
-    if kernels.attends_tokens(q[:, 0], rows, (cache.k, cache.v), live, block):
-      y, (k, v) = kernels.attend_token(
-          q[:, 0],
-          k[:, 0],
-          v[:, 0],
-          gains,
-          rows,
-          (cache.k, cache.v),
-          layer,
-          cache.lengths,
-          live=live,
-          block=block,
-          eps=config.norm_eps,
-      )
-      cache = dataclasses.replace(cache, k=k, v=v)
-      return layers.linear(y[:, None], weights, 'self_attn.o_proj'), cache
-  q, k = heads(q, config.num_heads), heads(k, config.num_kv_heads)
-  v = heads(v, config.num_kv_heads).transpose(0, 2, 1, 3)
+  projected = layers.linears(h, weights, names, xq=hq)
+  gains = None
   if config.qk_norm:
+    gains = tuple(weights.params[f'self_attn.{n}_norm'] for n in 'qk')
+  attended = None
+  if live is not None and weights.taps is None:
+    attended = _attend_token(config, projected, gains, rope, cache, layer, live)
+  if attended is None:
+    attended = _attend(
+        config,
+        weights,
+        projected,
+        gains,
+        positions,
+        rope,
+        kv_spec,
+        cache,
+        layer,
+        live,
+    )
+  y, cache = attended
+  return layers.linear(y, weights, 'self_attn.o_proj'), cache
+
+
+def _attend_token(config, projected, gains, rope, cache, layer, live):
+  """Does what `_attend` does in one kernel; returns None if there is none."""
+  q, k, v = (t[:, 0] for t in projected)
+  rope = tuple(t[:, 0] for t in rope)
+  stored, block = (cache.k, cache.v), config.attention_block
+  if not kernels.decoding.attends_tokens(q, rope, stored, live, block):
+    return None
+  y, (k, v) = kernels.decoding.attend_token(
+      q,
+      k,
+      v,
+      gains,
+      rope,
+      stored,
+      layer,
+      cache.lengths,
+      live=live,
+      block=block,
+      eps=config.norm_eps,
+  )
+  return y[:, None], dataclasses.replace(cache, k=k, v=v)
+
+
+def _attend(
+    config,
+    weights,
+    projected,
+    gains,
+    positions,
+    rope,
+    kv_spec,
+    cache,
+    layer,
+    live,
+):
+  """Returns attention's output before `o_proj`, and the cache."""
+  heads = lambda t: t.reshape(*t.shape[:2], -1, config.head_dim)
+  q, k, v = map(heads, projected)
+  v = v.transpose(0, 2, 1, 3)
+  if gains is not None:
     q, k = (
-        add_norm(t, weights.params[f'self_attn.{n}_norm'], config.norm_eps)[1]
-        for t, n in ((q, 'q'), (k, 'k'))
+        layers.add_rms_norm(t, gain, config.norm_eps)[1]
+        for t, gain in zip((q, k), gains, strict=True)
     )
     weights.note('self_attn.q_norm', q)
     weights.note('self_attn.k_norm', k)
@@ -454,15 +492,9 @@ def _attention(
     else:
       cache = kv_cache.write_token(cache, layer, k, v)
       k, v = kv_cache.read(cache, layer, live)
-    k, v = (kv_cache.load(t, x.dtype) for t in (k, v))
+    k, v = (kv_cache.load(t, q.dtype) for t in (k, v))
   y = layers.attention(q, k, v, positions, config.attention_block)
-  y = weights.note('self_attn.attention', y)
-  return layers.linear(y, weights, 'self_attn.o_proj'), cache
-
-
-def _add_rms_norm(x, gain, eps, y=None):
-  x = x if y is None else layers.add(x, y)
-  return x, layers.rms_norm(x, gain, eps)
+  return weights.note('self_attn.attention', y), cache
 
 
 def _mlp(config, weights, x, experts):

@@ -15,6 +15,7 @@ from nvfp4_jax import kernels
 from nvfp4_jax import matmul
 from nvfp4_jax import qtensor
 from nvfp4_jax import quantization
+from nvfp4_jax.kernels import choice
 from nvfp4_jax.kernels import reference
 
 _TOKEN = quantization.QuantSpec('nvfp4', 'token')
@@ -35,9 +36,9 @@ def _on_gpu(problem=None, devices=1):
       quantize=mock.Mock(return_value='bytes'),
   )
   context = mock.patch.multiple(
-      kernels,
-      _cannot_run_triton=lambda: None,
-      _triton_quantize=lambda: module,
+      choice,
+      cannot_run_triton=lambda: None,
+      triton_quantize=lambda: module,
   )
   count = mock.patch.object(jax, 'device_count', lambda: devices)
   return context, count, module
@@ -65,19 +66,22 @@ def _on_hopper(problem=None, devices=1):
       unsupported_bfloat16=mock.Mock(return_value=problem),
       **{name: stand_in(name) for name in _GROUPED},
   )
-  kernels_of_hopper = mock.patch.multiple(
+  hopper = mock.patch.multiple(
+      choice,
+      cannot_run_triton=lambda: None,
+      compute_capability=lambda: 9.0,
+      triton_few=lambda: module,
+      triton_grouped=lambda: module,
+      triton_matmul=lambda: module,
+  )
+  references = mock.patch.multiple(
       kernels,
-      _cannot_run_triton=lambda: None,
-      _compute_capability=lambda: 9.0,
-      _triton_few=lambda: module,
-      _triton_grouped=lambda: module,
-      _triton_matmul=lambda: module,
       quantize=quantization.quantize,
       decode=qtensor.decode,
       dequantize=qtensor.dequantize,
   )
   count = mock.patch.object(jax, 'device_count', lambda: devices)
-  with kernels_of_hopper, count:
+  with hopper, references, count:
     yield module
 
 
@@ -98,7 +102,7 @@ class DispatchTest(chex.TestCase):
 
   def setUp(self):
     super().setUp()
-    kernels._log_once.cache_clear()
+    choice.log_once.cache_clear()
 
   @parameterized.parameters(None, 'reference')
   def test_reference_is_the_definition(self, implementation):
@@ -167,7 +171,7 @@ class DispatchTest(chex.TestCase):
     setattr(module, name, mock.Mock(return_value='y'))
     x, sizes = _x(), jnp.array([4])
     with mock.patch.multiple(
-        kernels, _cannot_run_triton=lambda: None, _triton_grouped=lambda: module
+        choice, cannot_run_triton=lambda: None, triton_grouped=lambda: module
     ):
       if name != 'matmul':
         with self.assertRaisesRegex(
@@ -188,7 +192,7 @@ class DispatchTest(chex.TestCase):
     )
     wq = quantization.quantize(_x()[None], quantization.QuantSpec('nvfp4'))
     with mock.patch.multiple(
-        kernels, _cannot_run_triton=lambda: None, _triton_grouped=lambda: module
+        choice, cannot_run_triton=lambda: None, triton_grouped=lambda: module
     ):
       sizes = jnp.array([4])
       y = kernels.scaled_matmul(_x(), wq, sizes, implementation='triton')

@@ -31,6 +31,7 @@ triton = pytest.importorskip('triton')
 if not triton.knobs.runtime.interpret:
   pytest.skip('TRITON_INTERPRET is not set.', allow_module_level=True)
 
+from nvfp4_jax.kernels import choice  # noqa: E402
 from nvfp4_jax.kernels import reference  # noqa: E402
 from nvfp4_jax.kernels import triton_grouped  # noqa: E402
 from tests.kernels import interpreter  # noqa: E402
@@ -293,12 +294,12 @@ class TritonGroupedTest(chex.TestCase):
 def _hopper(devices=1):
   """A context in which kernels are chosen as on Hopper, and interpreted."""
   gpu = mock.patch.multiple(
-      kernels,
-      _cannot_run_triton=lambda: None,
-      _compute_capability=lambda: 9.0,
+      choice,
+      cannot_run_triton=lambda: None,
+      compute_capability=lambda: 9.0,
   )
   count = mock.patch.object(jax, 'device_count', lambda: devices)
-  kernels._log_once.cache_clear()
+  choice.log_once.cache_clear()
   with interpreter.installed(), gpu, count:
     yield
 
