@@ -30,7 +30,7 @@ class KernelBenchTest(chex.TestCase):
         names, {'machine', 'copy', 'quantize', 'linear', 'decode', 'rows'}
     )
     timed = [row for row in rows if 'us' in row]
-    self.assertLen(timed, 1 + 5 + 2 * 3)
+    self.assertLen(timed, 1 + 5 + 2 + 2 * 3)
     for row in timed:
       self.assertLessEqual(row['min_us'], row['us'])
       self.assertLessEqual(row['us'], row['max_us'])
