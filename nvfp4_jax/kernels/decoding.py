@@ -1,4 +1,8 @@
-"""Kernels of decoding that no other matmul or quantizer is: no derivative."""
+"""What a sampler computes besides matmuls, in one kernel each.
+
+Nothing here has a derivative. Where no kernel can run, functions of `layers` do
+the same, with the same bits: the first function of each pair says so.
+"""
 
 import jax
 
@@ -9,7 +13,7 @@ type Vector = jax.Array | qtensor.Layer[jax.Array]  # one of a stack
 
 
 def normalizes_rows(x: jax.Array) -> bool:
-  """Returns whether `rms_norm` can, and is to, normalize few rows `[M, D]`.
+  """Returns whether `rms_norm` can, and is to, normalize rows `[M, D]`.
 
   If not, `layers.rms_norm` does; both give the same bits.
   """

@@ -223,11 +223,12 @@ def token_attention(
   first, second = tl.trans(rotated), tl.trans(second)
 
   index = tl.arange(0, BLOCK)
-  blocks = tl.minimum(position, LIVE - 1) // BLOCK + 1
+  last = tl.minimum(position, LIVE - 1)
+  blocks = last // BLOCK + 1
   keys = k_cache_ptr + index[:, None] * D + channel
   largest = tl.full((COLUMNS,), float('-inf'), tl.float32)
   for block in range(blocks):
-    is_live = block * BLOCK + index <= position
+    is_live = block * BLOCK + index <= last
     scores = _scores(keys + block * (BLOCK * D), first, second, is_live, HALF)
     largest = tl.maximum(largest, tl.max(scores, axis=0))
 
@@ -239,7 +240,7 @@ def token_attention(
     block = 0
     for bit in tl.static_range(HEIGHT):
       block = block * 2 + (leaf >> bit) % 2
-    is_live = block * BLOCK + index <= position
+    is_live = block * BLOCK + index <= last
     offset = tl.minimum(block, blocks - 1) * (BLOCK * D)  # no dead blocks
     scores = _scores(keys + offset, first, second, is_live, HALF)
     weights = triton_exact.exp(scores - largest[None, :]).to(tl.bfloat16)

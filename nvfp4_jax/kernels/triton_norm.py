@@ -1,4 +1,4 @@
-"""RMSNorm of a few rows in Triton, with the bits of `layers.rms_norm`.
+"""RMSNorm of rows in Triton, with the bits of `layers.rms_norm`.
 
 XLA fuses the tree of sums into whatever reads it, and of a single row then adds
 all channels in every thread. A program here has one row.
