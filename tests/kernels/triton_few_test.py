@@ -75,7 +75,7 @@ class TritonFewTest(chex.TestCase):
       np.testing.assert_array_equal(alone, y)
 
   @parameterized.parameters(
-      (14336, 4096, 2), (4096, 4096, 4), (64, 128, 1), (64, 1024, 2)
+      (14336, 4096, 1), (4096, 4096, 4), (64, 128, 1), (64, 1024, 2)
   )
   def test_parts_follow_from_the_weights(self, n, k, parts):
     self.assertEqual(triton_few.num_parts(n, k), parts)
