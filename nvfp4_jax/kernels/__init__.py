@@ -15,6 +15,7 @@ defines the answer.
 """
 
 from collections.abc import Sequence
+import functools
 from typing import Literal
 
 import jax
@@ -61,11 +62,12 @@ def quantize(
     NotImplementedError: 'triton' cannot run here, or not with this spec.
   """
   _check_choice(implementation, tile)
-  problem = choice.why_not_triton(implementation)
-  if problem is None:
+
+  def unsupported():
     quantization.check_quantize(x, spec, key, amax)
-    problem = choice.triton_quantize().unsupported(x, spec)
-  if choice.is_triton('quantize', implementation, problem):
+    return choice.triton_quantize().unsupported(x, spec)
+
+  if choice.is_triton('quantize', implementation, unsupported):
     return choice.triton_quantize().quantize(x, spec, amax=amax, tile=tile)
   return quantization.quantize(x, spec, key=key, amax=amax)
 
@@ -168,15 +170,11 @@ def scaled_matmul(
   """
   _check_choice(implementation, tile)
   _check_dtype(dtype)
-  problem = choice.why_not_triton(implementation)
-  if problem is None:
-    problem = _why_no_triton_matmul(x, wq, group_sizes, implementation)
-  if choice.is_triton('scaled_matmul', implementation, problem):
-    module = (
-        choice.triton_matmul()
-        if group_sizes is None
-        else choice.triton_grouped()
-    )
+  unsupported = functools.partial(
+      _why_no_triton_matmul, x, wq, group_sizes, implementation
+  )
+  if choice.is_triton('scaled_matmul', implementation, unsupported):
+    module = _module_of_scaled(group_sizes)
     groups = () if group_sizes is None else (group_sizes,)
     return module.scaled_matmul(x, wq, *groups, dtype=dtype, tile=tile)
   if isinstance(wq, qtensor.Layer):
@@ -205,10 +203,7 @@ def reads_layers(stack: qtensor.QTensor | jax.Array) -> bool:
     sizes = jax.ShapeDtypeStruct(experts, jnp.int32) if experts else None
     return _why_no_triton_matmul(x, layer, sizes, None) is None
   x = jax.ShapeDtypeStruct((1, layer.shape[-1]), jnp.bfloat16)
-  problem = choice.triton_few().unsupported_bfloat16(
-      x, layer, choice.compute_capability()
-  )
-  return problem is None
+  return _why_no_few(x, layer) is None
 
 
 def matmuls(
@@ -289,12 +284,8 @@ def matmul(
   _check_choice(implementation, tile)
   _check_dtype(dtype)
   if group_sizes is None:
-    problem = choice.why_not_triton(implementation)
-    if problem is None:
-      problem = choice.triton_few().unsupported_bfloat16(
-          x, _matrix(w), choice.compute_capability()
-      )
-    if choice.is_triton('matmul of few rows', implementation, problem):
+    unsupported = functools.partial(_why_no_few, x, w)
+    if choice.is_triton('matmul of few rows', implementation, unsupported):
       ws = (qtensor.as_layer(w),)
       (y,) = choice.triton_few().matmuls(x, ws, dtype=dtype, tile=tile)
       return y
@@ -360,11 +351,15 @@ def _check_dtype(dtype):
     raise ValueError(f'dtype {dtype} is not float32 or bfloat16.')
 
 
+def _module_of_scaled(group_sizes):
+  if group_sizes is None:
+    return choice.triton_matmul()
+  return choice.triton_grouped()
+
+
 def _why_no_triton_matmul(x, wq, group_sizes, implementation) -> str | None:
   """Returns why `scaled_matmul` cannot use Triton, or must not choose it."""
-  module = (
-      choice.triton_matmul() if group_sizes is None else choice.triton_grouped()
-  )
+  module = _module_of_scaled(group_sizes)
   problem = module.unsupported(
       x, _matrix(wq), group_sizes, choice.compute_capability()
   )
@@ -382,18 +377,22 @@ def _few_share_a_launch(x, ws) -> bool:
   """Returns whether `triton_few` multiplies these; none of them logs that."""
   if choice.why_not_triton(None) is not None or len(ws) > 3:
     return False
-  few, capability = choice.triton_few(), choice.compute_capability()
   if isinstance(x, qtensor.QTensor) or isinstance(ws[0].stack, qtensor.QTensor):
     rows = x.data.shape[0] if isinstance(x, qtensor.QTensor) else x.shape[0]
-    return rows <= few.MOST_NVFP4_ROWS and all(
+    return rows <= choice.triton_few().MOST_NVFP4_ROWS and all(
         isinstance(w.stack, qtensor.QTensor)
         and _why_no_triton_matmul(x, w, None, None) is None
         for w in ws
     )
   return not any(
-      isinstance(w.stack, qtensor.QTensor)
-      or few.unsupported_bfloat16(x, _matrix(w), capability)
-      for w in ws
+      isinstance(w.stack, qtensor.QTensor) or _why_no_few(x, w) for w in ws
+  )
+
+
+def _why_no_few(x, w) -> str | None:
+  """Returns why bfloat16 `x` and `w` are no matmul of few rows, or None."""
+  return choice.triton_few().unsupported_bfloat16(
+      x, _matrix(w), choice.compute_capability()
   )
 
 
@@ -401,18 +400,17 @@ def _is_triton_grouped(function, x, w, group_sizes, implementation) -> bool:
   """Returns whether Triton multiplies unquantized operands."""
   if group_sizes is None and implementation is None:
     return False
-  problem = choice.why_not_triton(implementation)
-  if problem is None and group_sizes is None:
-    problem = 'Triton has this of groups only'
-  if problem is None:
-    problem = choice.triton_grouped().unsupported_bfloat16(
+
+  def unsupported():
+    if group_sizes is None:
+      return 'Triton has this of groups only'
+    return choice.triton_grouped().unsupported_bfloat16(
         x, w, group_sizes, choice.compute_capability()
     )
-  return choice.is_triton(function, implementation, problem)
+
+  return choice.is_triton(function, implementation, unsupported)
 
 
 def _decodes_in_triton(function, q, implementation) -> bool:
-  problem = choice.why_not_triton(implementation)
-  if problem is None:
-    problem = choice.triton_decode().unsupported(q)
-  return choice.is_triton(function, implementation, problem)
+  unsupported = lambda: choice.triton_decode().unsupported(q)
+  return choice.is_triton(function, implementation, unsupported)

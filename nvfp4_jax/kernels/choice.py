@@ -4,6 +4,7 @@ Modules of Triton kernels are imported where they run: Triton is an optional
 dependency.
 """
 
+from collections.abc import Callable
 import functools
 import logging
 import types
@@ -49,9 +50,24 @@ def why_not_triton(implementation: str | None) -> str | None:
 
 
 def is_triton(
-    function: str, implementation: str | None, problem: str | None
+    function: str,
+    implementation: str | None,
+    unsupported: Callable[[], str | None],
 ) -> bool:
-  """Returns whether Triton runs, and logs it; raises if it was named."""
+  """Returns whether Triton runs, and logs what was chosen.
+
+  Args:
+    function: that asks, for messages.
+    implementation: that was named, or None.
+    unsupported: returns why Triton cannot do this, or None; called where it can
+      run at all.
+
+  Raises:
+    NotImplementedError: Triton was named, but cannot.
+  """
+  problem = why_not_triton(implementation)
+  if problem is None:
+    problem = unsupported()
   if implementation == 'triton' and problem is not None:
     raise NotImplementedError(f'{function}: {problem}.')
   if implementation is None:

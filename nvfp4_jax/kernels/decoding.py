@@ -17,10 +17,7 @@ def normalizes_rows(x: jax.Array) -> bool:
 
   If not, `layers.rms_norm` does; both give the same bits.
   """
-  problem = choice.why_not_triton(None)
-  if problem is None:
-    problem = choice.triton_norm().unsupported(x)
-  return choice.is_triton('rms_norm', None, problem)
+  return _normalizes(x, None)
 
 
 def rms_norm(
@@ -42,9 +39,7 @@ def rms_norm(
   Raises:
     NotImplementedError: the kernel cannot run here, or not with these operands.
   """
-  problem = choice.cannot_run_triton() or choice.triton_norm().unsupported(x)
-  if problem is not None:
-    raise NotImplementedError(f'rms_norm: {problem}.')
+  _normalizes(x, 'triton')
   return choice.triton_norm().rms_norm(x, gain, eps, y)
 
 
@@ -66,10 +61,7 @@ def attends_tokens(
     live: see there.
     block: see there.
   """
-  problem = choice.why_not_triton(None)
-  if problem is None:
-    problem = _why_not_attend(q, rope, cache, live, block)
-  return choice.is_triton('attend_token', None, problem)
+  return _attends(q, rope, cache, live, block, None)
 
 
 def attend_token(
@@ -112,11 +104,7 @@ def attend_token(
   Raises:
     NotImplementedError: the kernel cannot run here, or not with these operands.
   """
-  problem = choice.cannot_run_triton()
-  if problem is None:
-    problem = _why_not_attend(q, rope, cache, live, block)
-  if problem is not None:
-    raise NotImplementedError(f'attend_token: {problem}.')
+  _attends(q, rope, cache, live, block, 'triton')
   return choice.triton_attention().attend_token(
       q,
       k,
@@ -132,7 +120,13 @@ def attend_token(
   )
 
 
-def _why_not_attend(q, rope, cache, live, block) -> str | None:
-  return choice.triton_attention().unsupported(
+def _normalizes(x, implementation) -> bool:
+  unsupported = lambda: choice.triton_norm().unsupported(x)
+  return choice.is_triton('rms_norm', implementation, unsupported)
+
+
+def _attends(q, rope, cache, live, block, implementation) -> bool:
+  unsupported = lambda: choice.triton_attention().unsupported(
       q, rope, cache, live, block, choice.compute_capability()
   )
+  return choice.is_triton('attend_token', implementation, unsupported)

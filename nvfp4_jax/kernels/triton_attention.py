@@ -104,8 +104,8 @@ def attend_token(
 
 
 def _call(*arrays, live, block, eps, is_normed):
-  q, k, gains, lengths = arrays[0], arrays[1], arrays[4], arrays[10]
-  k_cache = arrays[11]
+  q, k, _, _, gains, *_, lengths, k_cache, v_cache = arrays
+  written = len(arrays) - 2  # the first of both caches
   *lead, batch, width = q.shape
   layers, _, heads, positions, dim = k_cache.shape[len(lead) :]
   group = width // k.shape[-1]
@@ -113,9 +113,9 @@ def _call(*arrays, live, block, eps, is_normed):
       token_attention,
       *arrays,
       out_shape=[
-          jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (q, *arrays[11:])
+          jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (q, k_cache, v_cache)
       ],
-      aliases={11: 1, 12: 2},
+      aliases={written: 1, written + 1: 2},
       grid=(heads, batch, lengths.size // batch),
       num_warps=4,
       num_stages=2,

@@ -154,7 +154,8 @@ def _with_vmap(multiply):
 
 def _nvfp4(x, x_scale, indices, stacks, *, unit, dtype, tile):
   """See `_with_vmap`; columns of `x` are permuted."""
-  k = x.shape[-1]
+  m, k = x.shape[-2:]
+  rows = min(max(triton.next_power_of_2(m), 16), 128)
   parts = [num_parts(stack[0].shape[1], k) for stack in stacks]
   scaled = x_scale is not None
   ys = _call(
@@ -163,7 +164,7 @@ def _nvfp4(x, x_scale, indices, stacks, *, unit, dtype, tile):
       indices,
       stacks,
       [(p, dtype if p == 1 else jnp.float32) for p in parts],
-      tile or Tile(_rows(x), 64, 4, 4),
+      tile or Tile(rows, 64, 4, 4),
       UNIT=unit,
       SCALED=scaled,
       **{f'P{i}': (parts + [1, 1])[i] for i in range(_MOST_WEIGHTS)},
@@ -198,10 +199,6 @@ def _bfloat16(x, x_scale, indices, stacks, *, dtype, tile):
   outputs = [(1, dtype)] * len(stacks)
   ys = _call(bfloat16_few, (x,), indices, stacks, outputs, tile, STEP=step)
   return tuple(y[..., 0, :, :] for y in ys)
-
-
-def _rows(x):
-  return min(max(triton.next_power_of_2(x.shape[-2]), 16), 128)
 
 
 def _call(kernel, operands, indices, stacks, outputs, tile, **static: Any):

@@ -1,15 +1,11 @@
 """The benchmark on CPUs runs, and its rows say what they should."""
 
-import dataclasses
-import pathlib
-import tempfile
-
 from absl.testing import absltest
 import chex
 import pytest
 
 from experiments import kernel_bench_cpu
-from experiments import run
+from tests.experiments import smoke
 
 # Times of a smoke run mean nothing.
 pytestmark = pytest.mark.quick_compile
@@ -20,12 +16,7 @@ class KernelBenchCpuTest(chex.TestCase):
   @classmethod
   def setUpClass(cls):
     super().setUpClass()
-    with tempfile.TemporaryDirectory() as folder:
-      workdir = pathlib.Path(folder) / 'run'
-      cfg = kernel_bench_cpu.PRESETS['smoke'][1]
-      cls.cfg = dataclasses.replace(cfg, workdir=workdir)
-      kernel_bench_cpu.main(cls.cfg, run.Log(workdir))
-      cls.rows = run.read_rows(workdir / 'metrics.jsonl')
+    cls.rows = smoke.rows(kernel_bench_cpu)
 
   def test_every_workload_is_timed_and_a_missing_peer_is_named(self):
     workloads = {row['workload'].split(' ')[0] for row in self.rows[1:]}
@@ -49,7 +40,7 @@ class KernelBenchCpuTest(chex.TestCase):
         for row in self.rows
         if row['workload'].startswith('linear') and 'residual_bytes' in row
     }
-    m, n, k = self.cfg.linear
+    m, n, k = kernel_bench_cpu.PRESETS['smoke'][1].linear
     nvfp4 = lambda rows: rows * (k // 2 + k // 16)  # codes and block scales
     xq, wq = nvfp4(m) + 4 * m, nvfp4(n) + 4
     self.assertEqual(kept['nvfp4 dequantized'], xq + wq)

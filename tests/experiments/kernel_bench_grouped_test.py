@@ -1,27 +1,18 @@
 """The benchmark of grouped matmuls runs, and its rows say what they should."""
 
-import dataclasses
-import pathlib
-import tempfile
-
 from absl.testing import absltest
 import chex
 import jax
 import numpy as np
 
 from experiments import kernel_bench_grouped
-from experiments import run
+from tests.experiments import smoke
 
 
 class KernelBenchGroupedTest(chex.TestCase):
 
   def test_smoke_times_every_workload_and_compares_it(self):
-    with tempfile.TemporaryDirectory() as folder:
-      workdir = pathlib.Path(folder) / 'run'
-      cfg = kernel_bench_grouped.PRESETS['smoke'][1]
-      cfg = dataclasses.replace(cfg, workdir=workdir)
-      kernel_bench_grouped.main(cfg, run.Log(workdir))
-      rows = run.read_rows(workdir / 'metrics.jsonl')
+    rows = smoke.rows(kernel_bench_grouped)
     workloads = {row['workload'] for row in rows} - {'machine', 'copy'}
     self.assertLen(workloads, 8)
     for name in workloads:

@@ -1,9 +1,6 @@
 """The benchmark of whole models runs, and its rows say what they should."""
 
-import dataclasses
 import math
-import pathlib
-import tempfile
 from unittest import mock
 
 from absl.testing import absltest
@@ -12,7 +9,7 @@ import jax
 import pytest
 
 from experiments import kernel_bench_model
-from experiments import run
+from tests.experiments import smoke
 
 # Times of a smoke run mean nothing.
 pytestmark = pytest.mark.quick_compile
@@ -24,15 +21,6 @@ _LONG = f'{_ROLLOUT}, cache of 32'
 _STEP = f'GRPO step {_MODEL}, 8 + 4, 1 x 2'
 
 
-def _run(**flags):
-  with tempfile.TemporaryDirectory() as folder:
-    workdir = pathlib.Path(folder) / 'run'
-    cfg = kernel_bench_model.PRESETS['smoke'][1]
-    cfg = dataclasses.replace(cfg, workdir=workdir, **flags)
-    kernel_bench_model.main(cfg, run.Log(workdir))
-    return run.read_rows(workdir / 'metrics.jsonl')
-
-
 class KernelBenchModelTest(chex.TestCase):
 
   @classmethod
@@ -41,7 +29,7 @@ class KernelBenchModelTest(chex.TestCase):
     device = jax.devices()[0].device_kind
     recorded = {device: {_ROLLOUT: (50.0, 8.0), _STEP: (20.0, 9.0)}}
     with mock.patch.object(kernel_bench_model, '_RECORDED', recorded):
-      cls.rows = _run()[1:]
+      cls.rows = smoke.rows(kernel_bench_model)[1:]
 
   def test_every_workload_of_every_recipe_is_timed(self):
     self.assertEqual(
@@ -87,7 +75,9 @@ class KernelBenchModelTest(chex.TestCase):
       self.assertContainsSubset(recorded, names)
 
   def test_what_cannot_run_is_a_row_with_the_reason(self):
-    rows = _run(only='cache', long_cache=8, recipes=('bf16',))
+    rows = smoke.rows(
+        kernel_bench_model, only='cache', long_cache=8, recipes=('bf16',)
+    )
     self.assertLen(rows, 2)
     self.assertIn('do not fit a cache of 8', rows[1]['error'])
 

@@ -1,30 +1,17 @@
 """The benchmark of kernels runs, and its rows say what they should."""
 
-import dataclasses
-import pathlib
-import tempfile
-
 from absl.testing import absltest
 import chex
 import jax
 
 from experiments import kernel_bench
-from experiments import run
-
-
-def _run(**flags):
-  with tempfile.TemporaryDirectory() as folder:
-    workdir = pathlib.Path(folder) / 'run'
-    cfg = kernel_bench.PRESETS['smoke'][1]
-    cfg = dataclasses.replace(cfg, workdir=workdir, **flags)
-    kernel_bench.main(cfg, run.Log(workdir))
-    return run.read_rows(workdir / 'metrics.jsonl')
+from tests.experiments import smoke
 
 
 class KernelBenchTest(chex.TestCase):
 
   def test_smoke_times_every_workload_and_compares_it(self):
-    rows = _run()
+    rows = smoke.rows(kernel_bench)
     names = {row['workload'].split()[0] for row in rows}
     self.assertEqual(
         names, {'machine', 'copy', 'quantize', 'linear', 'decode', 'rows'}
@@ -40,14 +27,16 @@ class KernelBenchTest(chex.TestCase):
   def test_what_cannot_run_is_a_row_with_the_reason(self):
     if jax.default_backend() != 'cpu':
       self.skipTest('Triton runs here.')
-    rows = _run(implementations=('triton',), only='per token')
+    rows = smoke.rows(
+        kernel_bench, implementations=('triton',), only='per token'
+    )
     rows = [row for row in rows if row.get('candidate') == 'triton']
     self.assertLen(rows, 2)
     for row in rows:
       self.assertIn('NotImplementedError', row['error'])
 
   def test_only_chooses_workloads(self):
-    rows = _run(only='mxfp8')
+    rows = smoke.rows(kernel_bench, only='mxfp8')
     self.assertEqual(
         {row['workload'] for row in rows}, {'machine', 'copy', 'quantize mxfp8'}
     )
