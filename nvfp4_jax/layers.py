@@ -338,11 +338,25 @@ def mlp(
     xq = quantize_input(x, weights, (gate, up))
   project = functools.partial(linear, weights=weights, group_sizes=group_sizes)
   if group_sizes is None:
-    hidden = swiglu(*linears(x, weights, (gate, up), xq=xq))
+    hidden = _projected_swiglu(x, weights, gate, up, xq)
     hidden = weights.note(f'{prefix}.swiglu', hidden)
   else:
     hidden = swiglu(project(x, name=gate, xq=xq), project(x, name=up, xq=xq))
   return project(hidden, name=down)
+
+
+def _projected_swiglu(x, weights, gate, up, xq):
+  """Returns `swiglu` of two linears; one kernel does it where there is one."""
+  ws = [weights.params[name] for name in (gate, up)]
+  is_plain = weights.taps is None and not any(
+      f'{name}.bias' in weights.params
+      or weights.precisions[name] is not None
+      or not isinstance(weights.params[name], qtensor.Layer)
+      for name in (gate, up)
+  )
+  if is_plain and kernels.decoding.projects_swiglu(x, *ws):
+    return kernels.decoding.swiglu(x, *ws)
+  return swiglu(*linears(x, weights, (gate, up), xq=xq))
 
 
 def moe(

@@ -312,6 +312,27 @@ class TritonTest(chex.TestCase):
       for got in kernels.matmuls(x[:rows], (stack, stack)):
         np.testing.assert_array_equal(got, want[:rows])
 
+  @parameterized.product(
+      shape=((3072, 1024), (1536, 576)), rows=(1, 16, 33, 64, 65, 256)
+  )
+  def test_swiglu_of_few_rows_has_the_learners_bits(self, shape, rows):
+    n, k = shape
+    x, w = cases.operands(1024, 2 * n, k)
+    x = x * jnp.geomspace(0.1, 30, 1024)[::-1, None].astype(jnp.bfloat16)
+
+    @_jit
+    def learned(x, gate, up):
+      products = (reference.matmul(x, w) for w in (gate, up))
+      return layers.swiglu(*(y.astype(jnp.bfloat16) for y in products))
+
+    want = np.asarray(learned(x, w[:n], w[n:]))[:rows]
+    gate, up = (
+        qtensor.Layer(jnp.stack([-part, part]), jnp.int32(1))
+        for part in (w[:n], w[n:])
+    )
+    got = np.asarray(kernels.decoding.swiglu(x[:rows], gate, up))
+    np.testing.assert_array_equal(got.view(np.uint16), want.view(np.uint16))
+
   @parameterized.parameters(None, _Spec('nvfp4', 'token'))
   def test_quantized_weights_share_a_launch(self, lhs):
     x, w = cases.operands(64, 2 * 1024, 1024)

@@ -43,6 +43,36 @@ def rms_norm(
   return choice.triton_norm().rms_norm(x, gain, eps, y)
 
 
+def projects_swiglu(
+    x: jax.Array, gate: qtensor.Layer, up: qtensor.Layer
+) -> bool:
+  """Returns whether `swiglu` can, and is to, compute this.
+
+  If not, `matmuls` and `layers.swiglu` do; all give the same bits.
+  """
+  return _projects_swiglu(x, gate, up, None)
+
+
+def swiglu(x: jax.Array, gate: qtensor.Layer, up: qtensor.Layer) -> jax.Array:
+  """Returns `silu(x @ gate.T) * (x @ up.T)`, with the bits of `layers.swiglu`.
+
+  Both products are rounded to bfloat16 first, then silu.
+
+  Args:
+    x: `[M, K]` bfloat16.
+    gate: `[N, K]` bfloat16, of a stack.
+    up: `[N, K]` bfloat16, of a stack.
+
+  Returns:
+    `[M, N]` bfloat16.
+
+  Raises:
+    NotImplementedError: the kernel cannot run here, or not with these operands.
+  """
+  _projects_swiglu(x, gate, up, 'triton')
+  return choice.triton_few().swiglu(x, gate, up)
+
+
 def attends_tokens(
     q: jax.Array,
     rope: tuple[jax.Array, jax.Array],
@@ -123,6 +153,23 @@ def attend_token(
 def _normalizes(x, implementation) -> bool:
   unsupported = lambda: choice.triton_norm().unsupported(x)
   return choice.is_triton('rms_norm', implementation, unsupported)
+
+
+def _projects_swiglu(x, gate, up, implementation) -> bool:
+  def unsupported():
+    if isinstance(gate.stack, qtensor.QTensor):
+      return 'weights are quantized'
+    shapes = [jax.eval_shape(w.take) for w in (gate, up)]
+    if shapes[0].shape != shapes[1].shape:
+      return f'gate of shape {shapes[0].shape} is not like up {shapes[1].shape}'
+    capability = choice.compute_capability()
+    problems = (
+        choice.triton_few().unsupported_bfloat16(x, shape, capability)
+        for shape in shapes
+    )
+    return next((problem for problem in problems if problem), None)
+
+  return choice.is_triton('swiglu', implementation, unsupported)
 
 
 def _attends(q, rope, cache, live, block, implementation) -> bool:

@@ -12,10 +12,10 @@ tensor cores add alike for tiles of any width and for both of Hopper's
 instructions (`wgmma` from 16 columns on, `mma`); the tests ask a GPU. Keys and
 values are the rows of a tile, and query heads its columns.
 
-Two passes over the keys: the first finds the largest score, the second needs
-it, since softmax weights are rounded to bfloat16 before they are used. Blocks
-of keys come in the order of the leaves of their tree, so that one unfinished
-sum of each height is all that is kept.
+The largest score is needed before any weight, since softmax weights are rounded
+to bfloat16 before they are used: scores of few blocks are kept, those of many
+computed twice. Blocks of values come in the order of the leaves of their tree,
+so that one unfinished sum of each height is all that is kept.
 """
 
 import functools
@@ -35,6 +35,7 @@ _BLOCKS = (64, 128)
 _HEAD_DIMS = (64, 128)
 _MOST_GROUP = 15  # query heads of one key head, which is one more column
 _MOST_POSITIONS = 1 << 15
+_MOST_KEPT = tl.constexpr(3)  # height of the tree whose scores are kept
 
 
 def unsupported(
@@ -147,9 +148,59 @@ def _gain(ptr, index_ptr, lane, at, GAINS: tl.constexpr, D: tl.constexpr):
 @triton.jit
 def _scores(keys, first, second, is_live, HALF: tl.constexpr):
   """Returns `[keys, queries]` scores, -inf of keys that are not live."""
-  scores = tl.dot(tl.load(keys), first)
-  scores = tl.dot(tl.load(keys + HALF), second, scores)
-  return tl.where(is_live[:, None], scores, float('-inf'))
+  mask = is_live[:, None]
+  scores = tl.dot(tl.load(keys, mask=mask, other=0.0), first)
+  tile = tl.load(keys + HALF, mask=mask, other=0.0)
+  scores = tl.dot(tile, second, scores)
+  return tl.where(mask, scores, float('-inf'))
+
+
+@triton.jit
+def _heads(
+    q_ptr, k_ptr, q_index_ptr, q_gain_ptr, k_index_ptr, k_gain_ptr,
+    cos_ptr, sin_ptr, row, head, lane,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
+    GAINS: tl.constexpr, EPS: tl.constexpr, SCALE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+  """Returns the first and the second half of channels, `[COLUMNS, D / 2]`.
+
+  Of the query heads of a key head, normalized and rotated, and in the last row
+  of the key head itself. RoPE pairs the elements of the halves.
+  """
+  HALF: tl.constexpr = D // 2
+  row_of_tile = tl.arange(0, COLUMNS)
+  query = (row * HEADS + head) * GROUP + row_of_tile
+  is_key = (row_of_tile == COLUMNS - 1)[:, None]
+  channel = tl.arange(0, HALF)[None, :]
+  at_query, mask = query[:, None] * D + channel, (row_of_tile < GROUP)[:, None]
+  at_key = (row * HEADS + head) * D + channel
+  first = tl.load(q_ptr + at_query, mask=mask, other=0.0)
+  second = tl.load(q_ptr + at_query + HALF, mask=mask, other=0.0)
+  first = tl.where(is_key, tl.load(k_ptr + at_key), first).to(tl.float32)
+  second = tl.where(is_key, tl.load(k_ptr + at_key + HALF), second)
+  second = second.to(tl.float32)
+  cos = triton_exact.round_to_bfloat16(tl.load(cos_ptr + row * HALF + channel))
+  sin = triton_exact.round_to_bfloat16(tl.load(sin_ptr + row * HALF + channel))
+  if GAINS > 0:  # layers.rms_norm
+    squares = first * first + second * second
+    mean_square = triton_exact.tree_sum(squares, HALF) * (1 / D)
+    inverse = triton_exact.rsqrt(triton_exact.fence(mean_square) + EPS)[:, None]
+    q_gain = _gain(q_gain_ptr, q_index_ptr, lane, channel, GAINS, D)
+    k_gain = _gain(k_gain_ptr, k_index_ptr, lane, channel, GAINS, D)
+    first = triton_exact.round_to_bfloat16(first * inverse)
+    first *= tl.where(is_key, k_gain, q_gain)
+    q_gain = _gain(q_gain_ptr, q_index_ptr, lane, channel + HALF, GAINS, D)
+    k_gain = _gain(k_gain_ptr, k_index_ptr, lane, channel + HALF, GAINS, D)
+    second = triton_exact.round_to_bfloat16(second * inverse)
+    second *= tl.where(is_key, k_gain, q_gain)
+    first = triton_exact.round_to_bfloat16(first)
+    second = triton_exact.round_to_bfloat16(second)
+  # layers.rope
+  scale = tl.where(is_key, 1.0, SCALE)
+  rotated = ((first * cos - second * sin) * scale).to(tl.bfloat16)
+  second = ((second * cos + first * sin) * scale).to(tl.bfloat16)
+  return rotated, second
 
 
 @triton.jit
@@ -177,62 +228,54 @@ def token_attention(
   k_cache_ptr += sequence * (S * D)
   v_cache_ptr += sequence * (S * D)
 
-  # Rows of a tile: the query heads, and in the last one the key head. Channels
-  # come in two halves, whose elements RoPE pairs.
   HALF: tl.constexpr = D // 2
+  index, half = tl.arange(0, BLOCK), tl.arange(0, HALF)
+  channel = tl.arange(0, D)
+  value = tl.load(v_ptr + (row * HEADS + head) * D + channel)
+  first, second = _heads(
+      q_ptr, k_ptr, q_index_ptr, q_gain_ptr, k_index_ptr, k_gain_ptr,
+      cos_ptr, sin_ptr, row, head, lane,
+      HEADS, GROUP, D, GAINS, EPS, SCALE, COLUMNS,
+  )  # fmt: skip
   row_of_tile = tl.arange(0, COLUMNS)
-  query = (row * HEADS + head) * GROUP + row_of_tile
-  is_query = row_of_tile < GROUP
   is_key = (row_of_tile == COLUMNS - 1)[:, None]
-  channel = tl.arange(0, HALF)[None, :]
-  at_query, mask = query[:, None] * D + channel, is_query[:, None]
-  at_key = (row * HEADS + head) * D + channel
-  first = tl.load(q_ptr + at_query, mask=mask, other=0.0)
-  second = tl.load(q_ptr + at_query + HALF, mask=mask, other=0.0)
-  first = tl.where(is_key, tl.load(k_ptr + at_key), first).to(tl.float32)
-  second = tl.where(is_key, tl.load(k_ptr + at_key + HALF), second)
-  second = second.to(tl.float32)
-  cos = triton_exact.round_to_bfloat16(tl.load(cos_ptr + row * HALF + channel))
-  sin = triton_exact.round_to_bfloat16(tl.load(sin_ptr + row * HALF + channel))
-  if GAINS > 0:  # layers.rms_norm
-    squares = first * first + second * second
-    mean_square = triton_exact.tree_sum(squares, HALF) * (1 / D)
-    inverse = triton_exact.rsqrt(triton_exact.fence(mean_square) + EPS)[:, None]
-    q_gain = _gain(q_gain_ptr, q_index_ptr, lane, channel, GAINS, D)
-    k_gain = _gain(k_gain_ptr, k_index_ptr, lane, channel, GAINS, D)
-    first = triton_exact.round_to_bfloat16(first * inverse)
-    first *= tl.where(is_key, k_gain, q_gain)
-    q_gain = _gain(q_gain_ptr, q_index_ptr, lane, channel + HALF, GAINS, D)
-    k_gain = _gain(k_gain_ptr, k_index_ptr, lane, channel + HALF, GAINS, D)
-    second = triton_exact.round_to_bfloat16(second * inverse)
-    second *= tl.where(is_key, k_gain, q_gain)
-    first = triton_exact.round_to_bfloat16(first)
-    second = triton_exact.round_to_bfloat16(second)
-  # layers.rope
-  scale = tl.where(is_key, 1.0, SCALE)
-  rotated = ((first * cos - second * sin) * scale).to(tl.bfloat16)
-  second = ((second * cos + first * sin) * scale).to(tl.bfloat16)
   has_room = position < S  # rows that are done may have none
-  slot = k_cache_ptr + position * D + channel + row_of_tile[:, None] * 0
-  tl.store(slot, rotated, mask=is_key & has_room)
+  slot = k_cache_ptr + position * D + half[None, :] + row_of_tile[:, None] * 0
+  tl.store(slot, first, mask=is_key & has_room)
   tl.store(slot + HALF, second, mask=is_key & has_room)
-  channels = tl.arange(0, D)
-  value = tl.load(v_ptr + (row * HEADS + head) * D + channels)
-  tl.store(v_cache_ptr + position * D + channels, value, mask=has_room)
-  tl.debug_barrier()  # the program's other threads will read them
-  first, second = tl.trans(rotated), tl.trans(second)
-
-  index = tl.arange(0, BLOCK)
+  tl.store(v_cache_ptr + position * D + channel, value, mask=has_room)
+  tl.debug_barrier()  # the program's other threads read what one has written
   last = tl.minimum(position, LIVE - 1)
-  blocks = last // BLOCK + 1
-  keys = k_cache_ptr + index[:, None] * D + channel
+  keys = k_cache_ptr + index[:, None] * D + half[None, :]
+  values = v_cache_ptr + index[:, None] * D + channel[None, :]
+  first, second = tl.trans(first), tl.trans(second)
+  y = _attend(first, second, keys, values, last, BLOCK, HEIGHT, D, COLUMNS)
+  query = (row * HEADS + head) * GROUP + row_of_tile
+  at = y_ptr + query[None, :] * D + channel[:, None]
+  tl.store(at, y.to(tl.bfloat16), mask=(row_of_tile < GROUP)[None, :])
+
+
+@triton.jit
+def _attend(
+    first, second, keys, values, last,
+    BLOCK: tl.constexpr, HEIGHT: tl.constexpr,
+    D: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+  """Returns attention `[D, COLUMNS]` to the positions up to the last one."""
+  HALF: tl.constexpr = D // 2
+  KEPT: tl.constexpr = (1 << HEIGHT) if HEIGHT <= _MOST_KEPT else 0
+  index = tl.arange(0, BLOCK)
   largest = tl.full((COLUMNS,), float('-inf'), tl.float32)
-  for block in range(blocks):
+  kept = (tl.full((BLOCK, COLUMNS), float('-inf'), tl.float32),) * KEPT
+  for block in range(last // BLOCK + 1):
     is_live = block * BLOCK + index <= last
     scores = _scores(keys + block * (BLOCK * D), first, second, is_live, HALF)
     largest = tl.maximum(largest, tl.max(scores, axis=0))
+    all_kept = ()
+    for i in tl.static_range(KEPT):
+      all_kept += (tl.where(block == i, scores, kept[i]),)
+    kept = all_kept
 
-  values = v_cache_ptr + index[:, None] * D + channels[None, :]
   y = tl.zeros((D, COLUMNS), tl.float32)
   total = tl.zeros((BLOCK, COLUMNS), tl.float32)
   sums, totals = (y,) * HEIGHT, (total,) * HEIGHT
@@ -241,10 +284,16 @@ def token_attention(
     for bit in tl.static_range(HEIGHT):
       block = block * 2 + (leaf >> bit) % 2
     is_live = block * BLOCK + index <= last
-    offset = tl.minimum(block, blocks - 1) * (BLOCK * D)  # no dead blocks
-    scores = _scores(keys + offset, first, second, is_live, HALF)
+    offset = block * (BLOCK * D)
+    if KEPT == 0:
+      scores = _scores(keys + offset, first, second, is_live, HALF)
+    else:
+      scores = kept[0]
+      for i in tl.static_range(1, KEPT):
+        scores = tl.where(block == i, kept[i], scores)
     weights = triton_exact.exp(scores - largest[None, :]).to(tl.bfloat16)
-    y = tl.dot(tl.trans(tl.load(values + offset)), weights)
+    tile = tl.load(values + offset, mask=is_live[:, None], other=0.0)
+    y = tl.dot(tl.trans(tile), weights)
     total = weights.to(tl.float32)
     # A right child is added to its sibling; a left one waits for it.
     is_whole = True
@@ -258,8 +307,5 @@ def token_attention(
       total = tl.where(meets, totals[bit] + total, total)
       is_whole = meets
     sums, totals = waiting, waiting_totals
-
   total = triton_exact.tree_sum(tl.trans(total), BLOCK)
-  y *= triton_exact.fence(1.0 / total)[None, :]
-  at = y_ptr + query[None, :] * D + channels[:, None]
-  tl.store(at, y.to(tl.bfloat16), mask=is_query[None, :])
+  return y * triton_exact.fence(1.0 / total)[None, :]

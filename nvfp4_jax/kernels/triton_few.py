@@ -13,6 +13,7 @@ divides K for some shapes). The tests ask a GPU whether the bits are the same.
 """
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -25,13 +26,14 @@ from nvfp4_jax import exact
 from nvfp4_jax import qtensor
 from nvfp4_jax.kernels import triton_call
 from nvfp4_jax.kernels import triton_decode
+from nvfp4_jax.kernels import triton_exact
 
 MOST_NVFP4_ROWS = 128
 _MOST_BFLOAT16_ROWS = 256
 _MOST_FEATURES = 8192  # with more than 128 rows; XLA divides no K of more
 _MOST_WEIGHTS = 3
-_PROGRAMS = 200  # of 64 features that fill the 132 processors of an H200
-_MOST_PROGRAMS = 132  # of bfloat16: one on each processor
+_PROGRAMS = 200  # of 64 features that fill the processors
+_PROCESSORS = 132  # of an H200
 _FEWEST_STEPS = 4  # of a part
 _BYTES_AHEAD = 120 << 10  # of a program's operands, in shared memory
 
@@ -40,16 +42,18 @@ class Tile(NamedTuple):
   """What one program computes: powers of two.
 
   Attributes:
-    rows: rows of `x`, at least 16; for bfloat16, 64.
-    features: rows of a weight, at least 64; for bfloat16, 16.
+    rows: rows of `x`, at least 16.
+    features: rows of a weight, at least 64; for bfloat16, 8.
     warps: of 32 threads; 4 for each 64 features (bfloat16: rows), or fewer.
     stages: steps that are loaded ahead.
+    step: columns of a step, of which K is a multiple; for NVFP4, 128.
   """
 
   rows: int
   features: int
   warps: int
   stages: int
+  step: int = triton_decode.STEP
 
 
 def unsupported_bfloat16(
@@ -69,6 +73,20 @@ def unsupported_bfloat16(
   if x.shape[0] > most:
     return f'there are more than {most} rows'
   return None
+
+
+def quantized_tile(tile: Tile | None, default: Tile) -> Tile:
+  """Returns the tile for NVFP4 weights.
+
+  Raises:
+    ValueError: another step than codes are kept in.
+  """
+  tile = default if tile is None else Tile(*tile)
+  if tile.step != triton_decode.STEP:
+    raise ValueError(
+        f'{tile}: NVFP4 weights have steps of {triton_decode.STEP}.'
+    )
+  return tile
 
 
 def num_parts(n: int, k: int) -> int:
@@ -156,6 +174,7 @@ def _nvfp4(x, x_scale, indices, stacks, *, unit, dtype, tile):
   """See `_with_vmap`; columns of `x` are permuted."""
   m, k = x.shape[-2:]
   rows = min(max(triton.next_power_of_2(m), 16), 128)
+  tile = quantized_tile(tile, Tile(rows, 64, 4, 4))
   parts = [num_parts(stack[0].shape[1], k) for stack in stacks]
   scaled = x_scale is not None
   ys = _call(
@@ -164,7 +183,7 @@ def _nvfp4(x, x_scale, indices, stacks, *, unit, dtype, tile):
       indices,
       stacks,
       [(p, dtype if p == 1 else jnp.float32) for p in parts],
-      tile or Tile(rows, 64, 4, 4),
+      tile,
       UNIT=unit,
       SCALED=scaled,
       **{f'P{i}': (parts + [1, 1])[i] for i in range(_MOST_WEIGHTS)},
@@ -184,26 +203,94 @@ def _nvfp4(x, x_scale, indices, stacks, *, unit, dtype, tile):
   return tuple(results)
 
 
+def swiglu(
+    x: jax.Array,
+    gate: qtensor.Layer,
+    up: qtensor.Layer,
+    *,
+    tile: Tile | None = None,
+) -> jax.Array:
+  """Returns the bfloat16 `swiglu(x @ gate.T, x @ up.T)`: see `decoding.swiglu`.
+
+  Works under jit and vmap, as `matmuls`; has no derivative.
+
+  Args:
+    x: bfloat16 `[M, K]`.
+    gate: bfloat16 `[N, K]`.
+    up: bfloat16 `[N, K]`.
+    tile: what a program computes, features of either; None for what suits the
+      shape.
+  """
+  ws = gate, up
+  arrays = (x, None, tuple(w.index for w in ws), tuple((w.stack,) for w in ws))
+  multiply = functools.partial(_swiglu, tile=tile)
+  (y,) = _with_vmap(multiply)(*lax.stop_gradient(arrays))
+  return y
+
+
 def _bfloat16(x, x_scale, indices, stacks, *, dtype, tile):
   """See `_with_vmap`."""
   del x_scale
-  m, k = x.shape[-2:]
-  step = 64 if k % 128 else 128
-  if tile is None:
-    rows, features = 64 if m <= 64 else 128, 16
-    total = sum(stack[0].shape[1] for stack in stacks) * triton.cdiv(m, rows)
-    while features < 64 and total > _MOST_PROGRAMS * features:
-      features *= 2
-    stages = _BYTES_AHEAD // (2 * step * (rows + features))
-    tile = Tile(rows, features, rows // 16, min(max(stages, 2), 5))
+  features = sum(stack[0].shape[1] for stack in stacks)
+  tile = Tile(*(tile or _bfloat16_tile_of(x, features)))
   outputs = [(1, dtype)] * len(stacks)
-  ys = _call(bfloat16_few, (x,), indices, stacks, outputs, tile, STEP=step)
+  ys = _call(bfloat16_few, (x,), indices, stacks, outputs, tile, STEP=tile.step)
   return tuple(y[..., 0, :, :] for y in ys)
+
+
+def _swiglu(x, x_scale, indices, stacks, *, tile):
+  """See `_with_vmap`."""
+  del x_scale
+  *lead, m, k = x.shape
+  features = stacks[0][0].shape[1]
+  tile = Tile(*(tile or _bfloat16_tile_of(x, 2 * features, weights=2)))
+  weights = [
+      array
+      for index, stack in zip(indices, stacks, strict=True)
+      for array in (index, *stack)
+  ]
+  return triton_call.call(
+      bfloat16_swiglu,
+      x,
+      *weights,
+      out_shape=[jax.ShapeDtypeStruct((*lead, m, features), x.dtype)],
+      grid=(
+          triton.cdiv(m, tile.rows),
+          triton.cdiv(features, tile.features),
+          indices[0].size,
+      ),
+      num_warps=tile.warps,
+      num_stages=tile.stages,
+      M=m,
+      N=features,
+      K=k,
+      INDEXED=any(stack[0].shape[0] > 1 for stack in stacks),
+      ROWS=tile.rows,
+      FEATURES=tile.features,
+      STEP=tile.step,
+  )
+
+
+def _bfloat16_tile_of(x, features, weights=1):
+  """Returns the tile for so many features in all, of each weight its part."""
+  m, k = x.shape[-2:]
+  rows = min(max(triton.next_power_of_2(m), 16), 128)
+  is_small = rows <= 32  # too few rows for `wgmma`
+  width, most = 16, 64 if weights == 1 or not is_small else 32
+  while width < most and features * triton.cdiv(m, rows) > _PROCESSORS * width:
+    width *= 2
+  if is_small:
+    step = math.gcd(k, 512 if width == 16 else 128)
+    return Tile(rows, width // weights, 2 if width <= 32 else 4, 3, step)
+  step = math.gcd(k, 128)
+  stages = _BYTES_AHEAD // (2 * step * (rows + width))
+  stages = min(max(stages, 2), 5)
+  return Tile(rows, width // weights, rows // 16, stages, step)
 
 
 def _call(kernel, operands, indices, stacks, outputs, tile, **static: Any):
   """Returns y `[..., parts, M, N]` of each weight, parts and dtype given."""
-  (*lead, m, k), tile = operands[0].shape, Tile(*tile)
+  *lead, m, k = operands[0].shape
   weights = list(zip(indices, stacks, outputs, strict=True))
   features = [stack[0].shape[1] for stack in stacks]
   tiles = sum(
@@ -337,6 +424,19 @@ def nvfp4_few(
 
 
 @triton.jit
+def _row_pointers(
+    index_ptr, w_ptr, feature, N: tl.constexpr, K: tl.constexpr,
+    INDEXED: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+  """Returns pointers to the first STEP columns of features, `[STEP, features]`.
+
+  Features beyond the last repeat it, and are not stored.
+  """
+  w_row = _matrix(index_ptr, INDEXED) * N + tl.minimum(feature, N - 1)
+  return w_ptr + w_row[None, :] * K + tl.arange(0, STEP)[:, None]
+
+
+@triton.jit
 def _bfloat16_tile(
     x_ptr, index_ptr, w_ptr, y_ptr, tile,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, STEP: tl.constexpr,
@@ -345,12 +445,9 @@ def _bfloat16_tile(
   token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
   feature = tile * FEATURES + tl.arange(0, FEATURES)
   lane = tl.program_id(2).to(tl.int64)
-  column = tl.arange(0, STEP)
   is_token = (token < M)[:, None]
-  x_ptr += (lane * M + token)[:, None] * K + column[None, :]
-  # Features beyond the last repeat it, and are not stored.
-  w_row = _matrix(index_ptr, INDEXED) * N + tl.minimum(feature, N - 1)
-  w_ptr += w_row[None, :] * K + column[:, None]
+  x_ptr += (lane * M + token)[:, None] * K + tl.arange(0, STEP)[None, :]
+  w_ptr = _row_pointers(index_ptr, w_ptr, feature, N, K, INDEXED, STEP)
   y = tl.zeros((ROWS, FEATURES), tl.float32)
   for step in range(K // STEP):
     x = tl.load(x_ptr + step * STEP, mask=is_token, other=0.0)
@@ -390,3 +487,33 @@ def bfloat16_few(
           x_ptr, index2_ptr, w2_ptr, y2_ptr, tile - end1,
           M, N2, K, STEP, INDEXED, ROWS, FEATURES,
       )  # fmt: skip
+
+
+@triton.jit
+def bfloat16_swiglu(
+    x_ptr, index0_ptr, w0_ptr, index1_ptr, w1_ptr, y_ptr,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    INDEXED: tl.constexpr, ROWS: tl.constexpr, FEATURES: tl.constexpr,
+    STEP: tl.constexpr,
+):  # fmt: skip
+  """Writes `layers.swiglu` `[B, M, N]` of x's products with gate and up."""
+  token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+  feature = tl.program_id(1) * FEATURES + tl.arange(0, FEATURES)
+  lane = tl.program_id(2).to(tl.int64)
+  is_token = (token < M)[:, None]
+  x_ptr += (lane * M + token)[:, None] * K + tl.arange(0, STEP)[None, :]
+  gates = _row_pointers(index0_ptr, w0_ptr, feature, N, K, INDEXED, STEP)
+  ups = _row_pointers(index1_ptr, w1_ptr, feature, N, K, INDEXED, STEP)
+  gate = tl.zeros((ROWS, FEATURES), tl.float32)
+  up = tl.zeros((ROWS, FEATURES), tl.float32)
+  for step in range(K // STEP):
+    x = tl.load(x_ptr + step * STEP, mask=is_token, other=0.0)
+    gate = tl.dot(x, tl.load(gates + step * STEP), gate)
+    up = tl.dot(x, tl.load(ups + step * STEP), up)
+  gate = triton_exact.round_to_bfloat16(gate)
+  up = triton_exact.round_to_bfloat16(up)
+  silu = gate / (1.0 + triton_exact.exp(tl.minimum(-gate, 80.0)))
+  y = triton_exact.round_to_bfloat16(silu) * up
+  at = (lane * M + token)[:, None] * N + feature[None, :]
+  mask = is_token & (feature < N)[None, :]
+  tl.store(y_ptr + at, y.to(tl.bfloat16), mask=mask)

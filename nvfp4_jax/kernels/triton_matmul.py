@@ -109,7 +109,7 @@ def _with_vmap(multiply):
 def _many(x, scale, w, *, unit, dtype, tile):
   """See `_with_vmap`; columns of both operands are permuted."""
   (*lead, m, k), n = x.shape, w.shape[-2]
-  tile = triton_few.Tile(*(tile or (128, 128, 8, 4)))
+  tile = triton_few.quantized_tile(tile, triton_few.Tile(128, 128, 8, 4))
   parts = triton_few.num_parts(n, k)
   (y,) = triton_call.call(
       bfloat16_matmul,

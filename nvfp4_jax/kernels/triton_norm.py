@@ -53,7 +53,7 @@ def _call(index, gains, x, y=None, *, eps):
       x if y is None else y,
       out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype)] * 2,
       grid=(rows, index.size),
-      num_warps=min(max(block // 256, 1), 16),
+      num_warps=min(max(block // 1024, 1), 16),
       D=channels,
       L=gains.shape[-2],
       BLOCK=block,

@@ -346,6 +346,9 @@ def _run(
   kv_spec = kv_cache.SPECS[quantizer.policy.kv_cache]
   x = embedded = layers.embed(tokens, params['embed_tokens'], config.dtype)
   add_norm = functools.partial(layers.add_rms_norm, has_gradient=cache is None)
+  # What an MLP returns is added in the next norm, where one kernel does both.
+  defers = cache is not None and taps is None
+  y = jnp.zeros_like(x) if defers else None
   layer, first, all_experts, all_noted = jnp.int32(0), 0, [], []
   for i, (segment, precisions) in enumerate(
       zip(params['layers'], all_precisions, strict=True)
@@ -360,7 +363,7 @@ def _run(
     segment = {k: v for k, v in segment.items() if k not in stacks}
 
     def body(carry, weights, precisions=precisions, stacks=stacks, first=first):
-      x, cache, layer = carry
+      x, y, cache, layer = carry
       params, quantized, experts = weights
       params |= {
           name: qtensor.Layer(stack, layer - first)
@@ -370,7 +373,7 @@ def _run(
       noted = None if taps is None else collections.OrderedDict()
       weights = layers.LayerWeights(params, quantized, precisions, key, noted)
       with jax.named_scope('attention'):
-        _, h = add_norm(x, params['input_layernorm'], config.norm_eps)
+        x, h = add_norm(x, params['input_layernorm'], config.norm_eps, y)
         h = weights.note('input_layernorm', h)
         y, cache = _attention(
             config, weights, h, positions, rope, kv_spec, cache, layer, live
@@ -380,13 +383,14 @@ def _run(
         x, h = add_norm(x, gain, config.norm_eps, y)
         x = weights.note('attention_residual', x)
         y, experts = _mlp(config, weights, h, experts)
-      x = weights.note('mlp_residual', layers.add(x, y))
+      if not defers:
+        x, y = weights.note('mlp_residual', layers.add(x, y)), None
       noted = jax.tree.map(lambda t: t.reshape(*tokens.shape, -1), noted)
-      return (x, cache, layer + 1), (experts, noted)
+      return (x, y, cache, layer + 1), (experts, noted)
 
-    (x, cache, layer), (experts, noted) = lax.scan(
+    (x, y, cache, layer), (experts, noted) = lax.scan(
         jax.checkpoint(body) if remat else body,
-        (x, cache, layer),
+        (x, y, cache, layer),
         (segment, segment_q, replayed),
         length,
     )
@@ -397,7 +401,7 @@ def _run(
   experts = jnp.concatenate(all_experts) if all_experts else None
   if experts is not None:
     experts = jnp.moveaxis(experts, 0, 2)
-  _, x = add_norm(x, params['norm'], config.norm_eps)
+  _, x = add_norm(x, params['norm'], config.norm_eps, y)
   if taps is not None:
     taps.update(embed_tokens=embedded, layers=tuple(all_noted), norm=x)
   return x, cache, experts

@@ -77,6 +77,9 @@ _WEIGHTS = dict(K=1024, N0=2048, N1=1024, N2=1000, INDEXED=True)
 _FEW = _WEIGHTS | dict(M=16, ROWS=16, FEATURES=64)
 _NVFP4_FEW = _FEW | dict(UNIT=128**2, SCALED=True, P0=2, P1=2, P2=1)
 _BFLOAT16_FEW = _FEW | dict(STEP=128, ROWS=64, FEATURES=32)
+_BFLOAT16_ROW = _FEW | dict(STEP=512, M=1, ROWS=16, FEATURES=16)
+_SWIGLU = dict(M=64, N=3072, K=1024, INDEXED=True, ROWS=64, FEATURES=32)
+_SWIGLU |= dict(STEP=128)
 _MANY = dict(N=4096, K=4096, PARTS=2, UNIT=128, SHARED=True)
 _MANY |= dict(M=2048, ROWS=128, FEATURES=128)
 _ATTENTION = dict(B=16, L=28, S=2048, HEADS=8, GROUP=2, D=128, GAINS=28)
@@ -176,9 +179,17 @@ class CompilationTest(chex.TestCase):
       (triton_few.nvfp4_few, _NVFP4_FEW | dict(M=128, ROWS=128), 4, 255),
       (triton_few.bfloat16_few, _BFLOAT16_FEW, 4, 192),
       (triton_few.bfloat16_few, _BFLOAT16_FEW | dict(M=256, ROWS=128), 8, 192),
+      (triton_few.bfloat16_few, _BFLOAT16_ROW, 2, 192),
+      (triton_few.bfloat16_swiglu, _SWIGLU, 4, 192),
+      (
+          triton_few.bfloat16_swiglu,
+          _SWIGLU | dict(ROWS=16, FEATURES=16),
+          2,
+          192,
+      ),
       (triton_attention.token_attention, _ATTENTION, 4, 168),
       (triton_attention.token_attention, _ATTENTION | _LONG, 4, 255),
-      (triton_norm.norm_rows, _NORM, 4, 64),
+      (triton_norm.norm_rows, _NORM, 1, 192),
       (triton_decode.nvfp4_decode, _DECODE, 4, 64),
       (triton_decode.nvfp4_decode_permuted, _STEPS, 4, 128),
       (triton_matmul.bfloat16_matmul, _MANY, 8, 255),

@@ -120,6 +120,32 @@ class TritonFewTest(chex.TestCase):
           want = run(x[i], others.index[j], stack)
           chex.assert_trees_all_equal([y[j, i] for y in own], list(want))
 
+  @parameterized.parameters((1, 64, 64), (5, 128, 70), (70, 192, 30))
+  def test_swiglu_has_the_bits_of_two_products(self, rows, k, features):
+    x, _ = cases.operands(rows, 8, k)
+    gate, up = ws = _stacks(k, (features, features), quantized=False)
+    # Gates from -90 to 90, one of them NaN.
+    x = x.at[0].multiply(90).at[rows - 1, 3].set(jnp.nan)
+    with interpreter.installed():
+      got = np.asarray(triton_few.swiglu(x, gate, up))
+    want = layers.swiglu(*(jnp.asarray(y) for y in _run(x, ws, jnp.bfloat16)))
+    np.testing.assert_array_equal(
+        got.astype(np.float32), np.asarray(want, np.float32)
+    )
+    self.assertTrue(np.isnan(got[-1].astype(np.float32)).all())
+
+  def test_swiglu_of_lanes_of_vmap(self):
+    gate, up = _stacks(128, (64, 64), quantized=False)
+    x = cases.operands(6, 8, 128)[0].reshape(3, 2, 128)
+    index = jnp.array([1, 0, 1], jnp.int32)
+    run = lambda x, index: triton_few.swiglu(
+        x, qtensor.Layer(gate.stack, index), up
+    )
+    with interpreter.installed():
+      got = jax.vmap(run)(x, index)
+      for i in range(3):
+        np.testing.assert_array_equal(got[i], run(x[i], index[i]))
+
   @parameterized.product(
       rows=(1, 3), channels=(64, 96), adds=(False, True), stacked=(False, True)
   )
