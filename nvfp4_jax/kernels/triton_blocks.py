@@ -5,7 +5,9 @@ thread has whole blocks, so that nothing here but a square's rows crosses
 threads. `low` and `high` are tuples of elements 0 to 7 and 8 to 15.
 
 Every float32 operation rounds once: divisions are `div_rn`, and nothing is
-contracted but by `tl.fma`, where that is exact.
+contracted but by `tl.fma`, where that is exact, or in estimates whose error has
+a bound: four over six compares estimates of its two errors, and computes a tile
+anew, exactly, where for one block they are too near to decide.
 """
 
 import triton
@@ -17,18 +19,43 @@ ONE_448TH = tl.constexpr(0.0022321429569274187)  # f32(1/448)
 _NAN_E4M3 = tl.constexpr(0x7F)
 _ALL_NAN = tl.constexpr(tl.PropagateNan.ALL)
 
-# Adding 1.5 * 2^22, 2^23 or 2^24 rounds to a multiple of 0.5, 1 or 2, the steps
-# of E2M1 from 0, 2 and 4 on, and leaves the multiple in the low bits. What is
-# added besides makes it the code on each stretch. The code is concave in the
-# value, hence the smallest of the three; it is kept with the bits of the first.
-_STEP_HALF = tl.constexpr(6291456.0)
-_STEP_ONE = tl.constexpr(12582912.0 + 2.0)
-_STEP_TWO = tl.constexpr(25165824.0 + 8.0)
-_ONE_TO_HALF = tl.constexpr(0x800000)
-_TWO_TO_HALF = tl.constexpr(0x1000000)
-_LARGEST_CODE = tl.constexpr(0x4AC00000 + 7)
-# The sum of 0x4AC00000 << 4 i, i = 0 to 7, modulo 2^32.
-_BIASES = tl.constexpr((0x4AC00000 + 0xAC000000 + 0xC0000000) & 0xFFFFFFFF)
+# With p the power of two of v, 1 to 4, p 2^22 + v is rounded to E2M1's unit
+# there. Its bits are 149 + log2(p) times 2^23, plus the multiple m of the unit,
+# and the code is m + 2 log2(p): times _TO_TOP they have it in bits 28 to 31,
+# but for a bias.
+_UNITS = tl.constexpr(2.0**22)
+_TO_TOP = tl.constexpr((1 << 28) + (1 << 6))
+_TOP_BIAS = tl.constexpr(6 << 28)
+
+# Below 1 E2M1 has a fixed unit, as float32 has below 2^-126. Hence, of a
+# float32 v 2^-126, sign, exponent and one bit of the fraction are an E2M1
+# number.
+_E2M1_BITS = tl.constexpr(-0x400000)
+_HALF_UNIT = tl.constexpr(0x200000)
+# Estimates are of x S 2^-10, whose squares neither overflow nor underflow.
+_QUICK = tl.constexpr(2.0**-10)
+_QUICK_FACTOR = tl.constexpr(2.0**-116)
+_QUICK_STEP = tl.constexpr(-(2.0**116))
+
+# How far estimates can be off. Let u = 2^-24, X = x S, B the block's largest X,
+# r the decoded element and e = X - r its error, all in units of amax / 6 E. An
+# estimate of e is off by 2 u X + u e (S, x S, e), a strict e by 2 u r + u e
+# (times amax, by 6 E, e), so that they differ by 4 u X + 4 u e at most. Where
+# they round x to different codes, X is within 6 u X of the middle of two, where
+# X <= 7 e: 84 u e more. Hence, over 16 elements, with roundings of terms and
+# sums:
+#
+#   sums of |e|  a, a' differ by  64 u B + (90 + 38) u a,
+#   sums of e^2  a, a' differ by  32 u B sqrt(a) + (180 + 41) u a + (16 u B)^2,
+#
+# and sqrt(a) + sqrt(b) <= sqrt(2 (a + b)). Sixteen rows have sixteen times the
+# first term of |e|, four times that of e^2. The constants are 256 u, 144 u, and
+# 2560 u^2 as the square of sqrt(2) 32 u; that of B^2 is larger than needed,
+# also for squares that underflow in the strict sum.
+_OF_SUMS = tl.constexpr(-(2.0**-16))
+_OF_LARGEST = tl.constexpr(144.0 * 2.0**-24)
+_OF_ROOTS = tl.constexpr(2560.0 * 2.0**-48)
+_OF_SQUARE = tl.constexpr(-(2.0**-30))
 
 
 @triton.jit
@@ -49,6 +76,28 @@ def _split8(x):
   e1, e5 = tl.split(e15)
   e3, e7 = tl.split(e37)
   return e0, e1, e2, e3, e4, e5, e6, e7
+
+
+@triton.jit
+def _split4(x):
+  """Returns the four elements of the last axis."""
+  x = tl.reshape(x, (x.shape[0], x.shape[1], 2, 2))
+  even, odd = tl.split(x)
+  e0, e2 = tl.split(even)
+  e1, e3 = tl.split(odd)
+  return e0, e1, e2, e3
+
+
+@triton.jit
+def _low_half(word):
+  """Returns the bfloat16 in the low half of uint32, float32."""
+  return (word << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _high_half(word):
+  """Returns the bfloat16 in the high half of uint32, float32."""
+  return (word & 0xFFFF0000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -78,42 +127,30 @@ def _divide(a, b):
 
 
 @triton.jit
-def _code(v):
-  """Returns the E2M1 magnitude code of `v`, plus 0x4AC00000."""
-  v = tl.abs(v)
-  half = float_bits(v + _STEP_HALF)
-  one = float_bits(v + _STEP_ONE) - _ONE_TO_HALF
-  two = float_bits(v + _STEP_TWO) - _TWO_TO_HALF
-  return tl.minimum(tl.minimum(half, one), tl.minimum(two, _LARGEST_CODE))
+def _push(word, x, encode, SATURATE):
+  """Returns `word` moved up by 4 bits, and below it the code of x * encode."""
+  v = tl.abs(x) * encode
+  # Its sign is that of `x`, but positive where `v` is zero.
+  sign = tl.fma(x, v, 0.0).to(tl.uint32, bitcast=True) & 0x80000000
+  if SATURATE:
+    v = tl.minimum(v, 6.0)
+  power = float_bits(tl.maximum(v, 1.0)) & 0x7F800000
+  units = tl.fma(power.to(tl.float32, bitcast=True), _UNITS, v)
+  code = float_bits(units) * _TO_TOP + _TOP_BIAS
+  code = code.to(tl.uint32, bitcast=True) | sign
+  return (word << 4) | (code >> 28)
 
 
 @triton.jit
-def _signs(low, high):
-  """Returns bit 15 where low < 0 and bit 31 where high < 0."""
-  # Adding zero makes -0.0 positive.
-  low = (low + 0.0).to(tl.uint32, bitcast=True)
-  high = (high + 0.0).to(tl.uint32, bitcast=True)
-  return ((low >> 16) & 0x8000) | (high & 0x80000000)
+def pack8(e, encode, SATURATE):
+  """Returns the codes of eight elements times `encode`, uint32.
 
-
-@triton.jit
-def pack8(e, encode):
-  """Returns the codes of eight elements times `encode`, uint32."""
-  v0, v1, v2, v3 = e[0] * encode, e[1] * encode, e[2] * encode, e[3] * encode
-  v4, v5, v6, v7 = e[4] * encode, e[5] * encode, e[6] * encode, e[7] * encode
-  word = _code(v7)
-  word = (word << 4) + _code(v6)
-  word = (word << 4) + _code(v5)
-  word = (word << 4) + _code(v4)
-  word = (word << 4) + _code(v3)
-  word = (word << 4) + _code(v2)
-  word = (word << 4) + _code(v1)
-  word = (word << 4) + _code(v0)
-  signs = _signs(v0, v4)
-  signs = (signs >> 4) | _signs(v1, v5)
-  signs = (signs >> 4) | _signs(v2, v6)
-  signs = (signs >> 4) | _signs(v3, v7)
-  return (word.to(tl.uint32, bitcast=True) - _BIASES) | signs
+  Without SATURATE no product may be 7 or more.
+  """
+  word = tl.zeros(encode.shape, tl.uint32)
+  for i in tl.static_range(8):
+    word = _push(word, e[7 - i], encode, SATURATE)
+  return word
 
 
 @triton.jit
@@ -210,12 +247,127 @@ def _choose(
   to_four = _error(low, high, four, decode, size, 6.0 * E, MSE, FAST, SAFE)
   if SQUARES:
     to_six, to_four = _sum_of_16_rows(to_six), _sum_of_16_rows(to_four)
+  return _select(to_four < to_six, four, six)
+
+
+@triton.jit
+def _select(condition, a, b):
+  """Returns E4M3 `a` where the condition holds, else `b`."""
+  a, b = a.to(tl.uint8, bitcast=True), b.to(tl.uint8, bitcast=True)
+  return tl.where(condition, a, b).to(tl.float8e4nv, bitcast=True)
+
+
+@triton.jit
+def _add_quick_error(total, x, factor, step, MSE):
+  """Adds to `total` the error of `x`, in steps x * factor * 2^126."""
+  bits = (float_bits(x * factor) + _HALF_UNIT) & _E2M1_BITS
+  difference = tl.fma(bits.to(tl.float32, bitcast=True), step, x)
+  if MSE:
+    return tl.fma(difference, difference, total)
+  return total + tl.abs(difference)
+
+
+@triton.jit
+def _quick_errors(low, high, encode, factors, steps, MSE):
+  """Returns estimates of both candidates' errors, of elements * encode."""
+  six = tl.zeros(steps[0].shape, tl.float32)
+  four = tl.zeros(steps[0].shape, tl.float32)
+  for i in tl.static_range(16):
+    x = (low[i] if i < 8 else high[i - 8]) * encode
+    six = _add_quick_error(six, x, factors[0], steps[0], MSE)
+    four = _add_quick_error(four, x, factors[1], steps[1], MSE)
+  return six, four
+
+
+@triton.jit
+def _is_decided(six, four, largest, MSE, ROWS):
+  """Returns where exact errors are ordered as their estimates are."""
+  both = six + four
+  margin = tl.fma(both, _OF_SUMS, tl.abs(six - four))
+  if MSE:
+    square = largest * largest
+    margin = tl.fma(square, ROWS * _OF_SQUARE, margin)
+    return margin * tl.abs(margin) > both * square * (ROWS * _OF_ROOTS)
+  return margin > largest * (ROWS * _OF_LARGEST)
+
+
+@triton.jit
+def _choose_quickly(low, high, block, amax, encode, decode, MSE, SQUARES):
+  """Returns scales, factors of elements, and which blocks are in doubt.
+
+  A block that is not in doubt is zero, or has no product of 7 or more.
+  """
+  # Exact, but where the scale is 0 anyway or the block is in doubt.
+  sixth = block * _ONE_SIXTH
+  sixth = tl.fma(tl.fma(sixth, -6.0, block), _ONE_SIXTH, sixth)
+  base = sixth * encode
+  six, four = _to_e4m3(base), _to_e4m3(base * 1.5)
+  by_six, by_four = _step(six, decode), _step(four, decode)
+  # Of other rows an operation may underflow or overflow. NaN decides nothing.
+  usual = (amax > 1e-11) & (amax < 1e14)
+  encode = tl.where(usual, encode * _QUICK, float('nan'))
+  factors = by_six * decode * _QUICK_FACTOR, by_four * decode * _QUICK_FACTOR
+  steps = six.to(tl.float32) * _QUICK_STEP, four.to(tl.float32) * _QUICK_STEP
+  to_six, to_four = _quick_errors(low, high, encode, factors, steps, MSE)
+  if SQUARES:
+    to_six, to_four = _sum_of_16_rows(to_six), _sum_of_16_rows(to_four)
+  largest = block * encode
+  rows: tl.constexpr = 16.0 if SQUARES else 1.0
+  decided = _is_decided(to_six, to_four, largest, MSE, rows)
+  # Where E is 448, both are 448 in the block of amax.
+  decided |= steps[0] == steps[1]
+  # Neither estimates nor codes of what is decided saturate.
+  decided &= largest * factors[0] < 6.9 * 2.0**-126
   take_four = to_four < to_six
-  return tl.where(
-      take_four,
-      four.to(tl.uint8, bitcast=True),
-      six.to(tl.uint8, bitcast=True),
-  ).to(tl.float8e4nv, bitcast=True)
+  scale = _select(take_four, four, six)
+  factor = tl.where(take_four, by_four, by_six)
+  return scale, factor, tl.where(decided, 0.0, block) != 0.0
+
+
+@triton.jit
+def _choose_exactly(
+    low, high, block, amax, encode, decode, E, MSE, FAST, SQUARES
+):
+  """Returns the E4M3 scales of the better candidates."""
+  if FAST:
+    scale = _choose(
+        low, high, block, amax[:, None], encode[:, None], decode[:, None],
+        E, MSE, FAST, SQUARES, True,
+    )  # fmt: skip
+  else:
+    # Where the shorter division by 6 E is exact.
+    smallest = tl.min(amax) > 1e-20
+    if smallest & (tl.max(amax) < 1e30):
+      scale = _choose(
+          low, high, block, amax[:, None], encode[:, None], decode[:, None],
+          E, MSE, FAST, SQUARES, True,
+      )  # fmt: skip
+    else:
+      scale = _choose(
+          low, high, block, amax[:, None], encode[:, None], decode[:, None],
+          E, MSE, FAST, SQUARES, False,
+      )  # fmt: skip
+  return scale
+
+
+@triton.jit
+def _four_over_six(
+    low, high, block, amax, encode, decode, E, MSE, FAST, SQUARES
+):
+  """Returns code words and E4M3 scales."""
+  scale, factor, doubtful = _choose_quickly(
+      low, high, block, amax[:, None], encode[:, None], decode[:, None],
+      MSE, SQUARES,
+  )  # fmt: skip
+  if tl.max(doubtful.to(tl.int32)) > 0:
+    scale = _choose_exactly(
+        low, high, block, amax, encode, decode, E, MSE, FAST, SQUARES
+    )
+    factor = _step(scale, decode[:, None])
+    first, second = pack8(low, factor, True), pack8(high, factor, True)
+  else:
+    first, second = pack8(low, factor, False), pack8(high, factor, False)
+  return first, second, scale
 
 
 @triton.jit
@@ -229,43 +381,47 @@ def nvfp4(low, high, block, amax, finite, E, FOUR, MSE, FAST, SQUARES):
   encode = tl.minimum(encode, _FLOAT32_MAX)
   decode = _divide(1.0, encode)
   if FOUR:
-    if FAST:
-      scale = _choose(
-          low, high, block, amax[:, None], encode[:, None], decode[:, None],
-          E, MSE, FAST, SQUARES, True,
-      )  # fmt: skip
-    else:
-      # Where the shorter division by 6 E is exact.
-      smallest = tl.min(amax) > 1e-20
-      if smallest & (tl.max(amax) < 1e30):
-        scale = _choose(
-            low, high, block, amax[:, None], encode[:, None], decode[:, None],
-            E, MSE, FAST, SQUARES, True,
-        )  # fmt: skip
-      else:
-        scale = _choose(
-            low, high, block, amax[:, None], encode[:, None], decode[:, None],
-            E, MSE, FAST, SQUARES, False,
-        )  # fmt: skip
+    first, second, scale = _four_over_six(
+        low, high, block, amax, encode, decode, E, MSE, FAST, SQUARES
+    )
   else:
     scale = _to_e4m3(block * (encode * _ONE_SIXTH)[:, None])
-  factor = _step(scale, decode[:, None])
+    factor = _step(scale, decode[:, None])
+    first, second = pack8(low, factor, True), pack8(high, factor, True)
   finite = tl.broadcast_to(finite[:, None], block.shape)
-  first = tl.where(finite, pack8(low, factor), 0)
-  second = tl.where(finite, pack8(high, factor), 0)
+  first, second = tl.where(finite, first, 0), tl.where(finite, second, 0)
   scale = tl.where(finite, scale.to(tl.uint8, bitcast=True), _NAN_E4M3)
   return first, second, scale, decode
 
 
 @triton.jit
+def _load8(x_ptr, offset, live):
+  """Returns eight elements from each offset `[R, blocks, 1]`, float32."""
+  if x_ptr.dtype.element_ty == tl.bfloat16:
+    # By words: two elements from a word are two instructions, not three.
+    x_ptr = x_ptr.to(tl.pointer_type(tl.uint32), bitcast=True)
+    offset = offset // 2 + tl.arange(0, 4)[None, None, :]
+    live = tl.broadcast_to(live, offset.shape)
+    words = _split4(tl.load(x_ptr + offset, mask=live, other=0))
+    return (
+        _low_half(words[0]), _high_half(words[0]),
+        _low_half(words[1]), _high_half(words[1]),
+        _low_half(words[2]), _high_half(words[2]),
+        _low_half(words[3]), _high_half(words[3]),
+    )  # fmt: skip
+  else:
+    offset += tl.arange(0, 8)[None, None, :]
+    live = tl.broadcast_to(live, offset.shape)
+    x = tl.load(x_ptr + offset, mask=live, other=0.0)
+    return _split8(x.to(tl.float32))
+
+
+@triton.jit
 def load(x_ptr, row, block, live, K):
   """Returns the two halves of blocks of 16, `[R, blocks]` each, float32."""
-  offset = (row[:, None].to(tl.int64) * K)[:, :, None]
-  offset += (block * 16)[None, :, None] + tl.arange(0, 8)[None, None, :]
-  live = tl.broadcast_to(live[:, :, None], offset.shape)
-  low = tl.load(x_ptr + offset, mask=live, other=0.0).to(tl.float32)
-  high = tl.load(x_ptr + offset + 8, mask=live, other=0.0).to(tl.float32)
-  return _split8(low), _split8(high)
+  offset = row[:, None].to(tl.int64) * K + (block * 16)[None, :]
+  offset, live = offset[:, :, None], live[:, :, None]
+  return _load8(x_ptr, offset, live), _load8(x_ptr, offset + 8, live)
 
 
 @triton.jit

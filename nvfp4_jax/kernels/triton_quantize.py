@@ -105,10 +105,9 @@ def _rows(x, *, spec, tile):
   if tile is None:
     columns = triton.next_power_of_2(x.shape[-1])
     rows = max(2048 // columns, 1)
-    # Blocks of a thread: two have four loads in flight; four over six needs so
-    # many registers that it takes but one.
-    blocks = 1 if spec.four_over_six else 2
-    warps = min(max(rows * columns // (512 * blocks), 1), 32)
+    # Two blocks a thread: four loads are in flight, and what a thread computes
+    # for its row is shared.
+    warps = min(max(rows * columns // 1024, 1), 32)
     tile = Tile(rows, columns, warps)
   if tile.columns < x.shape[-1]:
     raise ValueError(
@@ -281,8 +280,8 @@ def mx_tiles(
         data_ptr, row, block, live, K, high, factor, is_finite, 8
     )
   else:
-    first = tl.where(is_finite, triton_blocks.pack8(low, factor), 0)
-    second = tl.where(is_finite, triton_blocks.pack8(high, factor), 0)
+    first = tl.where(is_finite, triton_blocks.pack8(low, factor, True), 0)
+    second = tl.where(is_finite, triton_blocks.pack8(high, factor, True), 0)
     triton_blocks.store_words(data_ptr, row, block, live, K, first, second)
   pair = tl.program_id(1) * (BLOCKS // 2) + tl.arange(0, BLOCKS // 2)
   live = (row < M)[:, None] & (pair * 32 < K)[None, :]

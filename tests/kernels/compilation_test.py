@@ -173,6 +173,7 @@ class CompilationTest(chex.TestCase):
 
   @parameterized.parameters(
       (triton_quantize.nvfp4_rows, _ROWS, 4, 64),
+      (triton_quantize.nvfp4_rows, _FOUR, 4, 128),
       (triton_quantize.nvfp4_rows, _FOUR, 8, 64),
       (triton_quantize.mx_tiles, _MX, 4, 64),
       (triton_few.nvfp4_few, _NVFP4_FEW, 4, 128),

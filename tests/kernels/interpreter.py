@@ -1,8 +1,9 @@
 """Runs Triton kernels on a CPU, on numpy arrays, in Triton's interpreter.
 
 The interpreter (3.6) is wrong for some narrow types: products and `tl.dot` take
-the raw bits of bfloat16, and float32 is rounded to E4M3 without carry or
-saturation. It has no `tl.dot_scaled`. `call` repairs that with ml_dtypes.
+the raw bits of bfloat16, float32 is rounded to E4M3 without carry or
+saturation, and `tl.fma` rounds twice. It has no `tl.dot_scaled`. `call` repairs
+that, with ml_dtypes.
 TRITON_INTERPRET=1 must be set before Triton is imported.
 """
 
@@ -145,6 +146,7 @@ def _not_written(shape, dtype):
 def _repair():
   builder = interpreter.InterpreterBuilder
   dot, multiply = builder.create_dot, builder.create_fmul
+  fma = builder.create_fma
   convert = interpreter._convert_float
   patch = interpreter._patch_lang_tensor
 
@@ -159,6 +161,11 @@ def _repair():
       return multiply(self, a, b)
     product = (_values(a) * _values(b)).astype(ml_dtypes.bfloat16)
     return interpreter.TensorHandle(product.view(np.uint16), a.dtype.scalar)
+
+  def create_fma(self, a, b, c):
+    if c.dtype.scalar != tl.float32:
+      return fma(self, a, b, c)
+    return interpreter.TensorHandle(_fma(a.data, b.data, c.data), tl.float32)
 
   def convert_float(x, source, target, rounding):
     if (source, target) == (tl.bfloat16, tl.float32):
@@ -192,9 +199,25 @@ def _repair():
     scope.set_attr(tensor, '__index__', lambda self: self.handle.data.item())
 
   builder.create_dot, builder.create_fmul = create_dot, create_fmul
+  builder.create_fma = create_fma
   builder.create_dot_scaled = create_dot_scaled
   interpreter._convert_float = convert_float
   interpreter._patch_lang_tensor = patch_tensor
+
+
+def _fma(a, b, c):
+  """Returns float32 a b + c, rounded once."""
+  product = a.astype(np.float64) * b  # exact
+  total = product + c
+  # What was lost, exactly. Where it is not zero, an odd last bit of the float64
+  # keeps the second rounding from a false tie.
+  part = total - product
+  lost = (product - (total - part)) + (c - part)
+  bits = total.view(np.int64)
+  toward = np.where((lost > 0) == (total > 0), 1, -1)
+  inexact = np.isfinite(lost) & (lost != 0) & (bits % 2 == 0)
+  bits = np.where(inexact, bits + toward, bits)
+  return bits.view(np.float64).astype(np.float32)
 
 
 def _scaled(data, scale):

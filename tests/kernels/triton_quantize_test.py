@@ -8,6 +8,7 @@ from absl.testing import parameterized
 import chex
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -34,6 +35,54 @@ _GOLDENS = {
     ),
     'mxfp8_e4m3_te': _Spec('mxfp8'),
 }
+
+
+def _error_in_float64(blocks, scale, power):
+  """Returns sums of powers over blocks, in powers of amax / (6 * 256)."""
+  v = np.abs(blocks) / scale[:, None]
+  rounded = v.astype(ml_dtypes.float4_e2m1fn).astype(np.float64)
+  return np.sum(np.abs(scale[:, None] * (rounded - v)) ** power, axis=-1)
+
+
+def _prefer_four(blocks, power):
+  largest = np.max(np.abs(blocks), axis=-1)
+  six, four = (
+      (largest / d).astype(ml_dtypes.float8_e4m3fn).astype(np.float64)
+      for d in (6, 4)
+  )
+  four = _error_in_float64(blocks, four, power)
+  return four < _error_in_float64(blocks, six, power)
+
+
+def _nearly_tied(count, power, seed=0):
+  """Returns float32 blocks `[count, 16]` of rows whose amax is 6 * 256.
+
+  Near the value of their last element another candidate becomes the better.
+  """
+  rng = np.random.default_rng(seed)
+  blocks = rng.normal(size=(20 * count, 16)).astype(np.float32)
+  blocks *= np.exp2(rng.uniform(0, 7, (len(blocks), 1))).astype(np.float32)
+  low, high = (rng.uniform(-1, 1, len(blocks)) for _ in range(2))
+  largest = np.max(np.abs(blocks[:, :15]), axis=-1)
+
+  def with_last(value):
+    last = (value * largest).astype(np.float32)[:, None]
+    return np.concatenate([blocks[:, :15], last], axis=-1)
+
+  want = _prefer_four(with_last(high), power)
+  crosses = _prefer_four(with_last(low), power) != want
+  for _ in range(50):
+    middle = (low + high) / 2
+    beyond = _prefer_four(with_last(middle), power) == want
+    low, high = np.where(beyond, low, middle), np.where(beyond, middle, high)
+  return with_last(low)[crosses][:count]
+
+
+def _with_amax(blocks):
+  """Returns rows `[N, 512]`, each of a block of amax 6 * 256 and 31 blocks."""
+  blocks = np.asarray(blocks, np.float32).reshape(-1, 31, 16)
+  first = np.full((len(blocks), 1, 16), 6 * 256, np.float32)
+  return np.concatenate([first, blocks], axis=1).reshape(-1, 512)
 
 
 def _quantize(x, spec, **options):
@@ -150,6 +199,60 @@ class TritonQuantizeTest(chex.TestCase):
     with interpreter.installed():
       one = lambda x: triton_quantize.quantize(x, spec)
       self.assert_same_bytes(jax.jit(jax.vmap(one))(x), want)
+
+  @parameterized.product(metric=('mse', 'mae'), error=('strict', 'fast'))
+  def test_near_ties_of_four_over_six(self, metric, error):
+    spec = _Spec('nvfp4', 'token', four_over_six=metric, error=error)
+    # Last elements 0 to 2^19 units in the last place away from the tie. A row
+    # is a program: one block in doubt takes others with it.
+    steps = np.concatenate([np.arange(-2, 3), 2 ** np.arange(3, 20, 2)])
+    power = 2 if metric == 'mse' else 1
+    blocks = np.stack([_nearly_tied(31, power)] * len(steps))
+    last = blocks.view(np.int32)[..., 15]
+    last += steps[:, None].astype(np.int32)
+    x = _with_amax(blocks)
+    x = np.concatenate([x, np.float32(0.7) * x])
+    q = _quantize(x, spec, tile=(1, 512, 1))
+    self.assert_same_bytes(q, numpy_oracle.quantize(x, spec))
+
+  @parameterized.parameters(
+      *[s for s in cases.SPECS if s.four_over_six and s.outer == 'token']
+  )
+  def test_structured_blocks_of_four_over_six(self, spec):
+    rng = np.random.default_rng(0)
+    grid = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    blocks = np.concatenate(
+        [
+            rng.choice(grid, (16, 16)) * rng.choice([16, 18, 3, 0.01], (16, 1)),
+            rng.integers(-8, 9, (7, 16)) * rng.choice([1, 16, 0.125], (7, 1)),
+            np.full((8, 16), -3.0) * np.exp2(np.arange(0, -16, -2.0))[:, None],
+            rng.normal(size=(31, 16)) * np.exp2(9 - np.arange(31.0))[:, None],
+        ]
+    )
+    exponents = np.array([-140, -128, -60, -47, -45, 0, 35, 37, 100, 116])
+    x = np.ldexp(_with_amax(blocks), exponents[:, None, None])
+    x = x.reshape(-1, 512).astype(ml_dtypes.bfloat16)
+    with np.errstate(all='ignore'):
+      want = numpy_oracle.quantize(x, spec)
+    self.assert_same_bytes(_quantize(x, spec, tile=(1, 512, 1)), want)
+
+  @parameterized.parameters(False, True)
+  def test_four_over_six_with_an_outlier_in_the_tensor(self, squares):
+    spec = _Spec('nvfp4', block_2d=squares, four_over_six='mse')
+    x = cases.matrix(64, 64).astype(np.float32)
+    x *= np.exp2(-np.arange(64.0))[:, None]
+    x[0, 0], x[20:36] = 1e4, 0
+    x[40, 3] = -0.0
+    self.assert_same_bytes(_quantize(x, spec), numpy_oracle.quantize(x, spec))
+
+  @parameterized.parameters(np.nan, np.inf)
+  def test_four_over_six_of_rows_that_are_not_finite(self, value):
+    spec = _Spec('nvfp4', 'token', four_over_six='mae')
+    x = np.repeat(_with_amax(_nearly_tied(31, 1)), 4, axis=0)
+    x[1, 40], x[2] = value, 0
+    q = quantization.quantize(jnp.asarray(x), spec)
+    want = (q.data, q.block_scale, q.global_scale)
+    self.assert_same_bytes(_quantize(x, spec), want)
 
   def test_every_e2m1_boundary(self):
     # The neighbours of every boundary, and many values, as v / 6 of the amax.
