@@ -36,6 +36,7 @@ from tests import golden_cases
 from tests import numpy_oracle
 from tests.kernels import attention_cases
 from tests.kernels import cases
+from tests.kernels import sequence_cases
 
 _Spec = quantization.QuantSpec
 _GOLDENS = {
@@ -168,6 +169,17 @@ _STEPS = [
     (_Step(32, 4, 128, 1024, (300, 511), normed=False), 512),
     (_Step(4, 2, 128, 1024, (1023, 600), block=128), 1024),
     (_Step(4, 2, 64, 8192, (8191, 77)), 8192),
+]
+_Sequences = sequence_cases.Case
+_SEQUENCES = [
+    _Sequences(3, 1, 4, 2, 64),
+    _Sequences(2, 65, 9, 3, 64),
+    _Sequences(32, 256, 16, 8, 128),
+    _Sequences(8, 300, 16, 8, 128),
+    _Sequences(2, 700, 6, 2, 128, block=128),
+    _Sequences(2, 200, 4, 4, 64, block=128),
+    _Sequences(2, 2048, 16, 8, 128),
+    _Sequences(1, 4100, 4, 1, 64),
 ]
 
 
@@ -363,6 +375,37 @@ class TritonTest(chex.TestCase):
         np.testing.assert_array_equal(
             np.asarray(ours).view(np.uint16), np.asarray(wanted).view(np.uint16)
         )
+
+  @parameterized.parameters(*map(tuple, _SEQUENCES))
+  def test_attention_of_sequences_has_the_references_bits(self, *case):
+    case = _Sequences(*case)
+    attend = functools.partial(kernels.sequences.attention, block=case.block)
+    reference = functools.partial(sequence_cases.reference, block=case.block)
+    for make in (sequence_cases.operands, sequence_cases.exact_operands):
+      operands = make(case)
+      want = np.asarray(_jit(reference)(*operands)).view(np.uint16)
+      for _ in range(3):
+        got = np.asarray(jax.jit(attend)(*operands)).view(np.uint16)
+        np.testing.assert_array_equal(got, want)
+
+  @parameterized.parameters(*map(tuple, _SEQUENCES))
+  def test_gradients_of_attention_of_sequences(self, *case):
+    case = _Sequences(*case)
+    operands = sequence_cases.operands(case)
+    differentiate = lambda attend, operands: jax.jit(
+        functools.partial(
+            sequence_cases.gradients, lambda *t: attend(*t, block=case.block)
+        )
+    )(operands)
+    got, again = (
+        differentiate(kernels.sequences.attention, operands) for _ in range(2)
+    )
+    operands = tuple(t.astype(jnp.float32) for t in operands)
+    with jax.default_matmul_precision('highest'):
+      want = differentiate(sequence_cases.reference, operands)
+    chex.assert_trees_all_equal(got, again)
+    for ours, wanted in zip(got, want, strict=True):
+      self.assertLess(sequence_cases.relative_error(ours, wanted), 0.01)
 
   @parameterized.product(
       rows=(1, 7, 256), channels=(64, 576, 1024, 5120), adds=(False, True)

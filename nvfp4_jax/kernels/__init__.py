@@ -27,6 +27,7 @@ from nvfp4_jax import quantization
 from nvfp4_jax.kernels import choice
 from nvfp4_jax.kernels import decoding as decoding  # part of the interface
 from nvfp4_jax.kernels import reference
+from nvfp4_jax.kernels import sequences as sequences  # part of the interface
 
 type Implementation = Literal['reference', 'triton']
 

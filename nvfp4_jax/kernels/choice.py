@@ -137,6 +137,13 @@ def triton_attention() -> types.ModuleType:
   return triton_attention
 
 
+def triton_sequences() -> types.ModuleType:
+  """Returns the module of attention of whole sequences."""
+  from nvfp4_jax.kernels import triton_sequences
+
+  return triton_sequences
+
+
 @functools.cache
 def log_once(function: str, implementation: str, reason: str | None) -> None:
   """Logs a choice, and why it was made."""

@@ -39,18 +39,32 @@ def rsqrt(x):
 
 
 @triton.jit
+def _finite_fence(x):
+  """Returns `fence` of numbers that are not infinite; subnormal ones stay.
+
+  Adding the power of two that x has as its exponent leaves 22 fraction bits.
+  """
+  bits = x.to(tl.uint32, bitcast=True) & 0xFF800000
+  power = bits.to(tl.float32, bitcast=True)
+  return (x + power) - power
+
+
+@triton.jit
 def exp(x):
   """Returns `exact.exp`."""
   clipped = tl.where(x < -87.0, -87.0, x)  # keeps NaN
   # Adding 1.5 * 2**23 rounds to an integer, halves to even.
-  n = (fence(clipped * 1.4426950408889634) + 12582912.0) - 12582912.0
-  r = (clipped - n * 0.693359375) - fence(n * -2.12194440e-4)
+  shifted = _finite_fence(clipped * 1.4426950408889634) + 12582912.0
+  n = shifted - 12582912.0
+  r = (clipped - n * 0.693359375) - _finite_fence(n * -2.12194440e-4)
   p = tl.full(x.shape, 1 / 720, tl.float32)
-  p = fence(p * r) + 1 / 120
-  p = fence(p * r) + 1 / 24
-  p = fence(p * r) + 1 / 6
-  p = fence(p * r) + 0.5
-  p = fence(p * r) + 1.0
-  p = fence(p * r) + 1.0
-  power = ((n.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
+  p = _finite_fence(p * r) + 1 / 120
+  p = _finite_fence(p * r) + 1 / 24
+  p = _finite_fence(p * r) + 1 / 6
+  p = _finite_fence(p * r) + 0.5
+  p = _finite_fence(p * r) + 1.0
+  p = _finite_fence(p * r) + 1.0
+  # The last bits of `shifted` are those of n.
+  power = (shifted.to(tl.int32, bitcast=True) + 127) << 23
+  power = power.to(tl.float32, bitcast=True)
   return tl.where(x < -87.0, 0.0, p * power)

@@ -497,7 +497,11 @@ def _attend(
       cache = kv_cache.write_token(cache, layer, k, v)
       k, v = kv_cache.read(cache, layer, live)
     k, v = (kv_cache.load(t, q.dtype) for t in (k, v))
-  y = layers.attention(q, k, v, positions, config.attention_block)
+  block = config.attention_block
+  if live is None and kernels.sequences.attends(q, k, v, block):
+    y = kernels.sequences.attention(q, k, v, block)
+  else:
+    y = layers.attention(q, k, v, positions, block)
   return weights.note('self_attn.attention', y), cache
 
 

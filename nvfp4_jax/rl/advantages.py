@@ -6,6 +6,7 @@ filter dropped them) out of every statistic; their rewards may be NaN.
 """
 
 import dataclasses
+import functools
 from typing import get_args, Literal
 
 import chex
@@ -95,6 +96,7 @@ def group_relative(
   return compute(AdvantageConfig(eps=eps), rewards, group)
 
 
+@functools.partial(jax.jit, static_argnames='config')
 def compute(
     config: AdvantageConfig,
     rewards: jax.Array,
@@ -172,6 +174,7 @@ def informative_groups(
   return live & _differs(rewards, group, live)
 
 
+@jax.jit
 def group_metrics(
     rewards: jax.Array, group: jax.Array, valid: jax.Array | None = None
 ) -> dict[str, jax.Array]:

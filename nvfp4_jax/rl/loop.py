@@ -226,9 +226,14 @@ def train_on(
         memory=cfg.memory,
     )
     synced = sync(quantizers, state.params)
-    row = {name: float(value) for name, value in metrics.items()}
+    row = _as_row(metrics)
     history.append({**row, 'staleness': staleness})
   return state, synced, _merge(history) | extra
+
+
+def _as_row(metrics):
+  """Returns floats of arrays, which come from the device all at once."""
+  return {k: float(value) for k, value in jax.device_get(metrics).items()}
 
 
 def _staleness(step, rolled):
@@ -255,7 +260,7 @@ def _rollout_metrics(cfg, quantizers, references, batch):
   """Returns what is said of a rollout before it is learned from."""
   rolled = batch.rollout
   groups = advantages.group_metrics(rolled.rewards, rolled.group, rolled.valid)
-  row = {name: float(value) for name, value in groups.items()}
+  row = _as_row(groups)
   if 'quantized' in references:
     tree = references['quantized']
     row['ref_kl_quantized'] = float(

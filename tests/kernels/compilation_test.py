@@ -29,6 +29,7 @@ from nvfp4_jax.kernels import triton_grouped  # noqa: E402
 from nvfp4_jax.kernels import triton_matmul  # noqa: E402
 from nvfp4_jax.kernels import triton_norm  # noqa: E402
 from nvfp4_jax.kernels import triton_quantize  # noqa: E402
+from nvfp4_jax.kernels import triton_sequences  # noqa: E402
 
 pytestmark = pytest.mark.aot
 
@@ -59,12 +60,18 @@ _TYPES = {
     'sin_ptr': '*fp32',
     'layer_ptr': '*i32',
     'length_ptr': '*i32',
+    'largest_ptr': '*fp32',
+    'scratch_ptr': '*fp32',
+    'sums_ptr': '*fp32',
+    'shift_ptr': '*fp32',
+    'delta_ptr': '*fp32',
     'q_index_ptr': '*i32',
     'k_index_ptr': '*i32',
     **{
         f'{name}_ptr': '*bf16'
         for name in ('gain', 'total', 'normed', 'q', 'k', 'v')
         + ('q_gain', 'k_gain', 'k_in', 'v_in', 'k_cache', 'v_cache')
+        + ('out', 'dout', 'dq', 'dk', 'dv')
     },
 }
 _SHAPE = dict(M=8192, K=4096)
@@ -86,6 +93,22 @@ _ATTENTION = dict(B=16, L=28, S=2048, HEADS=8, GROUP=2, D=128, GAINS=28)
 _ATTENTION |= dict(EPS=1e-6, SCALE=128**-0.5, COLUMNS=8)
 _ATTENTION |= dict(LIVE=256, BLOCK=64, HEIGHT=2)
 _LONG = dict(S=1 << 15, LIVE=1 << 12, HEIGHT=6)
+_SEQUENCES = dict(B=32, T=256, HEADS=16, GROUP=2, D=128, ROWS=64, KEYS=64)
+_FORWARD_TILES = _SEQUENCES | dict(HALVES=1, LEVELS=0, CHANNELS=32, SAVES=True)
+_LONG_SEQUENCES = [
+    _FORWARD_TILES | dict(T=t, LEVELS=levels, HALVES=halves, D=dim)
+    for t, levels in ((300, 1), (4096, 4), (1 << 15, 7))
+    for halves in (1, 2)
+    for dim in (64, 128)
+]
+_GRADIENTS = [
+    (triton_sequences.query_gradient, _SEQUENCES, 2),
+    (triton_sequences.query_gradient, _SEQUENCES | dict(T=300), 2),
+    (triton_sequences.query_gradient, _SEQUENCES | dict(D=64), 2),
+    (triton_sequences.key_gradient, _SEQUENCES | dict(ROWS=32), 3),
+    (triton_sequences.key_gradient, _SEQUENCES | dict(ROWS=32, T=300), 3),
+    (triton_sequences.key_gradient, _SEQUENCES | dict(D=64), 3),
+]
 _NORM = dict(D=1024, L=28, BLOCK=1024, EPS=1e-6, ADD=True)
 _DECODE = dict(WORDS=1 << 20, PER_SCALE=512, BLOCK=512)
 _STEPS = dict(STEPS=1 << 17, BLOCK=32)
@@ -157,7 +180,8 @@ def _early_writes(ptx):
     for x in 2 * body:
       if 'wgmma.mma_async' in x:
         operands = re.findall(r'\{([^}]*)\}', x)
-        busy |= set(re.findall(r'%\w+', operands[1]))
+        if len(operands) > 1:  # the left operand is not in shared memory
+          busy |= set(re.findall(r'%\w+', operands[1]))
       elif re.match(r'wgmma\.wait_group\.sync\.aligned\s+0', x):
         busy = set()
       else:
@@ -200,6 +224,54 @@ class CompilationTest(chex.TestCase):
     registers, stack = _usage(_compile(kernel, 90, warps, 3, static))
     self.assertLessEqual(registers, most)
     self.assertEqual(stack, 0)
+
+  @parameterized.product(halves=(1, 2), dim=(64, 128), length=(256, 250))
+  def test_attention_of_short_sequences_spills_nothing(
+      self, halves, dim, length
+  ):
+    static = _FORWARD_TILES | dict(HALVES=halves, D=dim, T=length)
+    compiled = _compile(triton_sequences.forward, 90, 4, 3, static)
+    registers, stack = _usage(compiled)
+    self.assertLessEqual(registers, 184)
+    self.assertEqual(stack, 0)
+    self.assertLessEqual(compiled.metadata.shared, 75 << 10)
+    self.assert_attends_alike(compiled)
+
+  @parameterized.parameters(*_LONG_SEQUENCES)
+  def test_attention_of_long_sequences_spills_addresses_only(self, **static):
+    compiled = _compile(triton_sequences.forward, 90, 4, 3, static)
+    _, stack = _usage(compiled)
+    self.assertLessEqual(stack, 64)
+    self.assertLessEqual(compiled.metadata.shared, 113 << 10)
+    self.assert_attends_alike(compiled)
+
+  @parameterized.parameters(*_GRADIENTS)
+  def test_gradients_of_attention_spill_nothing(self, kernel, static, stages):
+    compiled = _compile(kernel, 90, 4, stages, static)
+    _, stack = _usage(compiled)
+    self.assertEqual(stack, 0)
+    self.assertLessEqual(compiled.metadata.shared, 113 << 10)
+    loops, writes = _early_writes(compiled.asm['ptx'])
+    self.assertEqual((loops, writes), (1, []))
+    self.assertNotIn('mma.sync', compiled.asm['ptx'])
+
+  def assert_attends_alike(self, compiled):
+    """Checks instructions of the tensor cores, and how operands get there."""
+    ptx = compiled.asm['ptx']
+    self.assertEqual(
+        set(re.findall(r'wgmma\.mma_async\S*', ptx)),
+        {
+            f'wgmma.mma_async.sync.aligned.m64n{n}k16.f32.bf16.bf16'
+            for n in (32, 64)
+        },
+    )
+    loops, writes = _early_writes(ptx)
+    self.assertGreaterEqual(loops, 2)
+    self.assertEmpty(writes)
+    # Keys and values are loaded ahead.
+    widths = re.findall(r'cp\.async\.c[ag]\S* \[[^]]*\], \[[^]]*\], (\w+)', ptx)
+    self.assertEqual(set(widths), {'0x10'})
+    self.assertNotRegex(ptx, r'ld\.global\.b(8|16)')
 
   @parameterized.product(static=(_ROWS, _FOUR), capability=(90, 100, 120))
   def test_quantizer_arithmetic_is_exact(self, static, capability):
@@ -346,6 +418,35 @@ class CompilationTest(chex.TestCase):
         _calls(module.scaled_matmul, xq, wq, sizes), 2
     )  # decodes x
     self.assertEqual(_calls(module.scaled_matmul, x, wq, sizes), 1)
+
+  @parameterized.parameters(
+      (dict(), None),
+      (dict(capability=10.0), 'for compute capability 9.0, not 10.0'),
+      (dict(dtype=jnp.float32), 'not all bfloat16'),
+      (dict(dim=32), 'head_dim 32 is not one of'),
+      (dict(block=32), 'the block of 32 keys'),
+      (dict(length=40_000), '40000 positions'),
+  )
+  def test_what_attention_of_sequences_cannot_do(self, changed, problem):
+    given = dict(length=5, dim=64, dtype=jnp.bfloat16, block=64, capability=9.0)
+    length, dim, dtype, *rest = (given | changed).values()
+    of = lambda *shape: jax.ShapeDtypeStruct(shape, dtype)
+    kv = of(2, 2, length, dim)
+    found = triton_sequences.unsupported(of(2, length, 4, dim), kv, kv, *rest)
+    self.assertRegex(str(found), str(problem))
+
+  def test_attention_of_sequences_lowers(self):
+    of = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    q, kv = of(3, 2, 300, 4, 64), of(3, 2, 2, 300, 64)
+    attend = functools.partial(triton_sequences.attention, block=64)
+
+    def loss(*operands):
+      y = jax.checkpoint(attend)(*operands)
+      return jnp.sum(y.astype(jnp.float32) ** 2)
+
+    gradient = jax.vmap(jax.grad(loss, (0, 1, 2)))
+    self.assertEqual(_calls(jax.vmap(attend), q, kv, kv), 1)
+    self.assertEqual(_calls(gradient, q, kv, kv), 4)
 
   def test_blackwell_matmul_lowers(self):
     for spec in (quantization.QuantSpec(f) for f in ('nvfp4', 'mxfp8')):

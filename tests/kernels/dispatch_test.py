@@ -12,11 +12,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from nvfp4_jax import kernels
+from nvfp4_jax import kv_cache
 from nvfp4_jax import matmul
+from nvfp4_jax import policy
 from nvfp4_jax import qtensor
 from nvfp4_jax import quantization
+from nvfp4_jax import recipes
 from nvfp4_jax.kernels import choice
 from nvfp4_jax.kernels import reference
+from nvfp4_jax.models import config as model_config
+from nvfp4_jax.models import transformer
+from tests.kernels import sequence_cases
 
 _TOKEN = quantization.QuantSpec('nvfp4', 'token')
 _WEIGHT = quantization.QuantSpec('nvfp4')
@@ -308,6 +314,66 @@ class DispatchTest(chex.TestCase):
     chex.assert_trees_all_equal(got, want)
     module.dgrad.assert_called_once()
     module.wgrad.assert_called_once()
+
+  def test_attention_of_sequences_is_not_that_of_a_token(self):
+    config = model_config.tiny(16)
+    params = transformer.init_params(jax.random.key(0), config)
+    params = transformer.stack(params, (config.num_layers,))
+    quantizer = policy.Quantizer(recipes.get('bf16').learner)
+    tokens = jnp.arange(10).reshape(2, 5)
+    module = types.SimpleNamespace(
+        unsupported=mock.Mock(return_value=None),
+        attention=mock.Mock(side_effect=sequence_cases.reference),
+    )
+    hopper = mock.patch.multiple(
+        kernels.sequences.choice,
+        is_triton=lambda name, *_: name == 'attention',
+        triton_sequences=lambda: module,
+    )
+    run = lambda: transformer.forward(config, params, tokens, quantizer)
+    want = run()
+    with hopper:
+      np.testing.assert_array_equal(run(), want)
+      self.assertEqual(module.attention.call_count, 1)  # in a scan
+      cache = kv_cache.init(
+          config.num_layers, 2, config.num_kv_heads, 16, config.head_dim
+      )
+      params = policy.quantize_params(quantizer, params)
+      lengths = jnp.array([5, 5])
+      _, cache, _ = transformer.prefill(
+          config, params, tokens, lengths, quantizer, cache
+      )
+      self.assertEqual(module.attention.call_count, 2)
+      transformer.decode_step(
+          config, params, tokens[:, 0], quantizer, cache, 16
+      )
+      self.assertEqual(module.attention.call_count, 2)
+
+  def test_attention_of_sequences_is_triton_where_it_can(self):
+    q = jnp.ones((2, 5, 4, 64), jnp.bfloat16)
+    k = jnp.ones((2, 2, 5, 64), jnp.bfloat16)
+    for problem in (None, 'it is too long'):
+      module = types.SimpleNamespace(
+          unsupported=mock.Mock(return_value=problem),
+          attention=mock.Mock(return_value='y'),
+      )
+      hopper = mock.patch.multiple(
+          choice,
+          cannot_run_triton=lambda: None,
+          compute_capability=lambda: 9.0,
+          triton_sequences=lambda module=module: module,
+      )
+      with hopper, mock.patch.object(jax, 'device_count', lambda: 1):
+        with self.assertLogs(kernels.__name__, 'INFO') as logs:
+          chosen = kernels.sequences.attends(q, k, k, 64)
+        if problem is None:
+          self.assertEqual(kernels.sequences.attention(q, k, k, 64), 'y')
+        else:
+          with self.assertRaisesRegex(NotImplementedError, problem):
+            kernels.sequences.attention(q, k, k, 64)
+      self.assertEqual(chosen, problem is None)
+      self.assertRegex(logs.output[0], problem or "attention: .*'triton'")
+      module.unsupported.assert_called_with(q, k, k, 64, 9.0)
 
   def test_triton_is_chosen_where_it_can_run(self):
     context, count, module = _on_gpu()
