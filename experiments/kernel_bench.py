@@ -505,6 +505,18 @@ def _torch_matmul(cfg, m, n, k, count):
     yield _torch_candidate(torch, 'torch bf16', lambda w: given @ w.T, ws)
 
 
+def torch_linear(
+    cfg: Any, m: int, n: int, k: int, count: int
+) -> Iterator[Candidate | tuple[str, Exception]]:
+  """Yields torch's bfloat16 linear, forward and backward, if there is torch."""
+  torch = _torch(cfg)
+  if torch:
+    x, dy = (_torch_random(torch, (m, c)) for c in (k, n))
+    ws = [_torch_random(torch, (n, k)) for _ in range(count)]
+    both = lambda w: (x @ w.T, dy @ w, dy.T @ x)
+    yield _torch_candidate(torch, 'torch bf16', both, ws)
+
+
 def _rows_of_few_and_many(cfg) -> Iterator[dict[str, Any]]:
   """Yields how many values depend on how many rows are computed together."""
   n, k = cfg.decode

@@ -13,7 +13,7 @@ forward pass keeps for the backward pass, without weights that it was given.
 `equal groups` is one batched matmul, as if all experts had as many rows.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 import dataclasses
 import functools
 import importlib
@@ -29,6 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments import kernel_bench
+from experiments import kernel_bench_linear
 from experiments import run
 from nvfp4_jax import export
 from nvfp4_jax import kernels
@@ -91,7 +92,8 @@ PRESETS = {
 
 def main(cfg: Config, log: run.Log) -> None:
   """Logs one row for each candidate of each workload, and prints a table."""
-  workloads = (*_quantizers(cfg), _linear(cfg), _grouped(cfg), *_exports(cfg))
+  linear = kernel_bench_linear.workload(cfg)
+  workloads = (*_quantizers(cfg), linear, _grouped(cfg), *_exports(cfg))
   kernel_bench.measure(cfg, log, workloads, labels=_labels)
 
 
@@ -109,15 +111,15 @@ def _quantizers(cfg) -> Iterator[kernel_bench.Workload]:
   count = kernel_bench.copies(cfg, 2 * elements)
 
   def candidates(spec) -> Iterator[Made]:
-    xs = [(_random(seed, shape),) for seed in range(count)]
+    xs = [(kernel_bench_linear.random(seed, shape),) for seed in range(count)]
     for name in cfg.implementations:
       fn = functools.partial(kernels.quantize, spec=spec, implementation=name)
-      yield _candidate(name, fn, xs, compared=3)
+      yield kernel_bench_linear.candidate(name, fn, xs, compared=3)
     if spec.four_over_six:
       plain = functools.partial(kernels.quantize, spec=_TOKEN)
-      yield _candidate('without 4/6', plain, xs)
+      yield kernel_bench_linear.candidate('without 4/6', plain, xs)
     else:
-      yield _candidate('qwix', _qwix_quantize, xs)
+      yield kernel_bench_linear.candidate('qwix', _qwix_quantize, xs)
 
   nbytes = elements * (2 + 0.5 + 1 / _BLOCK) + 4 * shape[0]
   rate = {'melem_s': 1e-6 * elements}
@@ -135,40 +137,6 @@ def _qwix_quantize(x, axis=1):
   return q.qvalue, q.scale.astype(jnp.float8_e4m3fn)
 
 
-def _linear(cfg) -> kernel_bench.Workload:
-  m, n, k = cfg.linear
-  nbytes = 4.0 * (m * k + m * n + n * k)
-  count = kernel_bench.copies(cfg, nbytes)
-
-  def candidates() -> Iterator[Made]:
-    quantize = jax.jit(quantization.quantize, static_argnames='spec')
-    masters = [_operand(seed, m, (n, k), jnp.bfloat16) for seed in range(count)]
-    given = [(*o, quantize(_bf16(o[1]), spec=_WEIGHTS)) for o in masters]
-    for backward in ('dequantized', 'high_precision'):
-      precision = matmul.MatmulPrecision(_TOKEN, _WEIGHTS, backward=backward)
-      layer = lambda x, w, wq=None, precision=precision: (
-          matmul.quantized_matmul(x, w, precision, wq=wq)
-      )
-      yield _layer(f'nvfp4 {backward}', layer, masters)
-      yield _layer(f'nvfp4 {backward}, wq given', layer, given)
-    yield _layer('bf16', matmul.unquantized_matmul, masters)
-    # Peers have their own layout, `[K, N]`.
-    plain = [(x, _bf16(w.T), dy) for x, w, dy in masters]
-    yield _layer('jax bf16', jnp.dot, plain)
-    yield _layer('qwix nvfp4', _qwix_dot, plain)
-
-  name = f'linear fwd+bwd {m} x {k} -> {n}'
-  return kernel_bench.Workload(name, nbytes, 6.0 * m * n * k, count, candidates)
-
-
-def _qwix_dot(x, w):
-  module = importlib.import_module('qwix._src.core.dot_general_qt')
-  config = module.DotGeneralQtConfig(
-      lhs_qtype='nvfp4', rhs_qtype='nvfp4', tile_size=_BLOCK
-  )
-  return module.dot_general_qt(x, w, (((1,), (0,)), ((), ())), config)
-
-
 def _grouped(cfg) -> kernel_bench.Workload:
   (n, k), groups = cfg.expert, cfg.experts
   m = cfg.tokens * cfg.experts_per_token
@@ -179,16 +147,24 @@ def _grouped(cfg) -> kernel_bench.Workload:
     scores = np.random.default_rng(0).random((cfg.tokens, groups))
     chosen = np.argsort(scores)[:, : cfg.experts_per_token]
     sizes = jnp.bincount(chosen.ravel(), length=groups).astype(jnp.int32)
-    make = lambda seed: _operand(seed, m, (groups, n, k), jnp.float32)
+    make = lambda seed: kernel_bench_linear.operand(
+        seed, m, (groups, n, k), jnp.float32
+    )
     operands = [(*make(seed), sizes) for seed in range(count)]
     ours = functools.partial(matmul.unquantized_matmul, dtype=jnp.float32)
-    yield _layer('reference', ours, operands, compared=1)
+    yield kernel_bench_linear.layer_candidate(
+        'reference', ours, operands, compared=1
+    )
     plain = [(x, w.swapaxes(1, 2), dy, sizes) for x, w, dy, _ in operands]
-    yield _layer('lax.ragged_dot', lax.ragged_dot, plain, compared=1)
+    yield kernel_bench_linear.layer_candidate(
+        'lax.ragged_dot', lax.ragged_dot, plain, compared=1
+    )
     equal = lambda x, w, _: (x.reshape(groups, -1, k) @ w).reshape(m, n)
-    yield _layer('equal groups', equal, plain)
+    yield kernel_bench_linear.layer_candidate('equal groups', equal, plain)
     dense = [(x, w[0], dy, sizes) for x, w, dy, _ in plain]
-    yield _layer('dense ideal', lambda x, w, _: x @ w, dense)
+    yield kernel_bench_linear.layer_candidate(
+        'dense ideal', lambda x, w, _: x @ w, dense
+    )
 
   name = f'grouped fwd+bwd float32 {m} x {k} -> {n}, E = {groups}'
   return kernel_bench.Workload(name, nbytes, 6.0 * m * n * k, count, candidates)
@@ -209,9 +185,11 @@ def _exports(cfg) -> Iterator[kernel_bench.Workload]:
   def quantizers() -> Iterator[Made]:
     yield kernel_bench.Candidate('reference', quantize, jax.block_until_ready)
     fn = lambda *ws: [_qwix_quantize(w, w.ndim - 1) for w in ws]
-    yield _candidate('qwix', fn, [tuple(experts)])
-    fn = lambda *ws: [kernels.quantize(_bf16(w), _WEIGHTS) for w in ws]
-    yield _candidate('quantizer alone', fn, [tuple(experts)])
+    yield kernel_bench_linear.candidate('qwix', fn, [tuple(experts)])
+    fn = lambda *ws: [
+        kernels.quantize(kernel_bench_linear.bf16(w), _WEIGHTS) for w in ws
+    ]
+    yield kernel_bench_linear.candidate('quantizer alone', fn, [tuple(experts)])
 
   def exporters() -> Iterator[Made]:
     tree = quantize()
@@ -231,68 +209,6 @@ def _exports(cfg) -> Iterator[kernel_bench.Workload]:
     millions = 1e-6 * sum(leaf.size for leaf in leaves)
     name, rate = f'{name}, {millions:.2f} M', {'mparam_s': millions}
     yield kernel_bench.Workload(name, 4e6 * millions, 0.0, 1, make, rate)
-
-
-def _layer(
-    name: str, layer: Callable[..., jax.Array], operands, compared=0
-) -> Made:
-  """Returns the candidate that computes a layer's output and gradients.
-
-  Operands are tuples of x, w, dy and what else the layer takes after w.
-  """
-
-  def both(x, w, dy, *rest):
-    y, vjp = jax.vjp(lambda x, w: layer(x, w, *rest), x, w)
-    return vjp, (y, *vjp(dy))
-
-  step = lambda *operand: both(*operand)[1]
-  made = _candidate(name, step, operands, compared)
-  if not isinstance(made, kernel_bench.Candidate):
-    return made
-  saved = jax.eval_shape(lambda *operand: both(*operand)[0], *operands[0])
-  _, w, _, *rest = operands[0]
-  held = {(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves((w, rest))}
-  bits = sum(
-      leaf.size * jax.dtypes.itemsize_bits(leaf.dtype)
-      for leaf in jax.tree.leaves(saved)
-      if (leaf.shape, leaf.dtype) not in held
-  )
-  facts = {**made.facts, 'residual_bytes': bits // 8}
-  return dataclasses.replace(made, facts=facts)
-
-
-def _candidate(name, fn, operands, compared=0) -> Made:
-  """Returns the candidate that calls `fn` of one operand at a time."""
-  try:
-    program = jax.jit(fn).lower(*operands[0]).compile()
-    leaves = jax.tree.leaves(program(*operands[0]))
-  except Exception as error:
-    return name, error
-
-  def start():
-    for operand in operands:
-      jax.block_until_ready(program(*operand))
-
-  result = [np.asarray(leaf) for leaf in leaves[:compared]] or None
-  memory = program.memory_analysis()
-  facts = {'temp_bytes': memory.temp_size_in_bytes} if memory else {}
-  return kernel_bench.Candidate(name, start, lambda _: None, result, facts)
-
-
-def _operand(seed, m, w_shape, dtype):
-  """Returns x and dy of a dtype, and w, a float32 master, as x, w, dy."""
-  *_, n, k = w_shape
-  w = _random(3 * seed + 2, w_shape, jnp.float32) / math.sqrt(k)
-  x, dy = (_random(3 * seed + i, (m, c), dtype) for i, c in enumerate((k, n)))
-  return x, w, dy
-
-
-def _random(seed, shape, dtype=jnp.bfloat16):
-  return jax.random.normal(jax.random.key(seed), shape, dtype)
-
-
-def _bf16(x):
-  return x.astype(jnp.bfloat16)
 
 
 if __name__ == '__main__':
