@@ -98,7 +98,8 @@ def _qwix_dot(x, w):
   config = module.DotGeneralQtConfig(
       lhs_qtype='nvfp4', rhs_qtype='nvfp4', tile_size=_BLOCK
   )
-  return module.dot_general_qt(x, w, (((1,), (0,)), ((), ())), config)
+  y = module.dot_general_qt(x, w, (((1,), (0,)), ((), ())), config)
+  return y.astype(x.dtype)  # float32 on some devices
 
 
 def layer_candidate(
