@@ -232,7 +232,7 @@ def _bfloat16(x, x_scale, indices, stacks, *, dtype, tile):
   """See `_with_vmap`."""
   del x_scale
   features = sum(stack[0].shape[1] for stack in stacks)
-  tile = Tile(*(tile or _bfloat16_tile_of(x, features)))
+  tile = _bfloat16_tile_of(x, tile, features)
   outputs = [(1, dtype)] * len(stacks)
   ys = _call(bfloat16_few, (x,), indices, stacks, outputs, tile, STEP=tile.step)
   return tuple(y[..., 0, :, :] for y in ys)
@@ -243,7 +243,7 @@ def _swiglu(x, x_scale, indices, stacks, *, tile):
   del x_scale
   *lead, m, k = x.shape
   features = stacks[0][0].shape[1]
-  tile = Tile(*(tile or _bfloat16_tile_of(x, 2 * features, weights=2)))
+  tile = _bfloat16_tile_of(x, tile, 2 * features, weights=2)
   weights = [
       array
       for index, stack in zip(indices, stacks, strict=True)
@@ -271,12 +271,18 @@ def _swiglu(x, x_scale, indices, stacks, *, tile):
   )
 
 
-def _bfloat16_tile_of(x, features, weights=1):
+def _bfloat16_tile_of(x, tile, features, weights=1):
   """Returns the tile for so many features in all, of each weight its part."""
   m, k = x.shape[-2:]
+  if tile is not None:
+    tile = Tile(*tile)
+    if k % tile.step:
+      raise ValueError(f'{tile}: K = {k} is no multiple of the step.')
+    return tile
   rows = min(max(triton.next_power_of_2(m), 16), 128)
   is_small = rows <= 32  # too few rows for `wgmma`
-  width, most = 16, 64 if weights == 1 or not is_small else 32
+  width = 16 if is_small else 16 * weights
+  most = 32 if is_small and weights > 1 else 64
   while width < most and features * triton.cdiv(m, rows) > _PROCESSORS * width:
     width *= 2
   if is_small:

@@ -4,6 +4,8 @@ The interpreter's dots add in an order of their own, so that only a GPU can show
 that the bits are those of other kernels.
 """
 
+import functools
+
 from absl.testing import absltest
 from absl.testing import parameterized
 import chex
@@ -79,6 +81,18 @@ class TritonFewTest(chex.TestCase):
   )
   def test_parts_follow_from_the_weights(self, n, k, parts):
     self.assertEqual(triton_few.num_parts(n, k), parts)
+
+  def test_a_tile_has_steps_that_fit(self):
+    x, w = cases.operands(2, 64, 128)
+    multiply = functools.partial(
+        triton_few.matmuls, x, dtype=jnp.float32, tile=(16, 64, 4, 3, 96)
+    )
+    layer = qtensor.Layer(w[None], jnp.int32(0))
+    with self.assertRaisesRegex(ValueError, 'K = 128 is no multiple'):
+      multiply((layer,))
+    wq = quantization.quantize(w[None], _WEIGHTS)
+    with self.assertRaisesRegex(ValueError, 'steps of 128'):
+      multiply((qtensor.Layer(wq, jnp.int32(0)),))
 
   def test_says_what_it_cannot_do(self):
     x, w = cases.operands(300, 64, 192)
