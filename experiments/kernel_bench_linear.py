@@ -47,7 +47,7 @@ PRESETS = {
         'Seconds on a CPU; run by the tests.',
         Config(
             workdir=pathlib.Path('runs/kernel_bench_linear_smoke'),
-            quantized_shape=(64, 128),
+            quantized_shape=(64, 128),  # of the copy
             linear=(32, 64, 128),
             rotated_bytes=1 << 16,
             torch=False,

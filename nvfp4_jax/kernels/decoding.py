@@ -1,4 +1,4 @@
-"""What a sampler computes besides matmuls, in one kernel each.
+"""What a sampler computes besides single matmuls, in one kernel each.
 
 Nothing here has a derivative. Where no kernel can run, functions of `layers` do
 the same, with the same bits: the first function of each pair says so.
@@ -157,7 +157,7 @@ def _normalizes(x, implementation) -> bool:
 
 def _projects_swiglu(x, gate, up, implementation) -> bool:
   def unsupported():
-    if isinstance(gate.stack, qtensor.QTensor):
+    if any(isinstance(w.stack, qtensor.QTensor) for w in (gate, up)):
       return 'weights are quantized'
     shapes = [jax.eval_shape(w.take) for w in (gate, up)]
     if shapes[0].shape != shapes[1].shape:

@@ -1,4 +1,4 @@
-"""Attention of whole sequences in one kernel, and its gradient.
+"""Attention of whole sequences in one kernel, and its gradient in two.
 
 Where no kernel can run, `layers.attention` does the same, with the same bits:
 `attends` says so.
@@ -28,9 +28,11 @@ def attention(
 ) -> jax.Array:
   """Returns causal grouped-query attention, with a query at every position.
 
-  It has the bits of `layers.attention` at positions 0 to T - 1. Its gradient
-  has bits of its own, the same in every run: weights and the scores' gradient
-  are rounded to bfloat16 where they enter a dot, sums are float32.
+  It has the bits of `layers.attention` at positions 0 to T - 1, where values
+  are finite: there a NaN reaches all queries, here none of earlier tiles. Its
+  gradient (reverse mode, first order) has bits of its own, the same in every
+  run: weights and the scores' gradient are rounded to bfloat16 where they enter
+  a dot, sums are float32.
 
   Args:
     q: `[B, T, H, D]` bfloat16, already scaled by 1 / sqrt(D).

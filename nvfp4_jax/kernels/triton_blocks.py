@@ -303,7 +303,8 @@ def _choose_quickly(low, high, block, amax, encode, decode, MSE, SQUARES):
   base = sixth * encode
   six, four = _to_e4m3(base), _to_e4m3(base * 1.5)
   by_six, by_four = _step(six, decode), _step(four, decode)
-  # Of other rows an operation may underflow or overflow. NaN decides nothing.
+  # Of other rows an operation may underflow or overflow: their tiles, as those
+  # of small gradients, are computed twice. NaN decides nothing.
   usual = (amax > 1e-11) & (amax < 1e14)
   encode = tl.where(usual, encode * _QUICK, float('nan'))
   factors = by_six * decode * _QUICK_FACTOR, by_four * decode * _QUICK_FACTOR
@@ -335,9 +336,9 @@ def _choose_exactly(
         E, MSE, FAST, SQUARES, True,
     )  # fmt: skip
   else:
-    # Where the shorter division by 6 E is exact.
-    smallest = tl.min(amax) > 1e-20
-    if smallest & (tl.max(amax) < 1e30):
+    # Where the shorter division by 6 E is exact; it is for zeros.
+    is_safe = tl.min(tl.where(amax > 0, amax, 1.0)) > 1e-20
+    if is_safe & (tl.max(amax) < 1e30):
       scale = _choose(
           low, high, block, amax[:, None], encode[:, None], decode[:, None],
           E, MSE, FAST, SQUARES, True,

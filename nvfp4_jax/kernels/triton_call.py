@@ -11,6 +11,7 @@ import re
 from typing import Any
 
 import jax
+from jax import lax
 import jax.numpy as jnp
 import numpy as np
 import triton
@@ -86,7 +87,13 @@ def call(
   function = jax.ffi.ffi_call(
       _TARGET, list(out_shape), input_output_aliases=dict(aliases or {})
   )
-  return list(function(*arrays, *[arrays[0]] * spare, **launch))
+  outputs = function(*arrays, *[arrays[0]] * spare, **launch)
+  # Inside `shard_map`, XLA's call does not say along which axes they vary.
+  axes = frozenset().union(*(jax.typeof(array).mat.varying for array in arrays))
+  return [
+      lax.pcast(y, tuple(axes - jax.typeof(y).mat.varying), to='varying')
+      for y in outputs
+  ]
 
 
 def with_vmap(fn: Callable[..., Any]) -> Callable[..., Any]:

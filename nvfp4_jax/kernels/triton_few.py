@@ -1,9 +1,10 @@
 """Matmuls of a few rows in Triton, for Hopper: those of decoding.
 
 `y[M, N] = x[M, K] @ w[N, K].T` for up to three weights that share x, in one
-launch. A weight is a layer of a stack, and is read where it is: bfloat16, or
-NVFP4, whose codes are decoded in registers. Time goes into reading weights, and
-where they are small, into starting: hence one launch.
+launch, or `layers.swiglu` of two bfloat16 ones. A weight is a layer of a stack,
+and is read where it is: bfloat16, or NVFP4, whose codes are decoded in
+registers. Time goes into reading weights, and where they are small, into
+starting: hence one launch.
 
 NVFP4: features are the rows of a tile and tokens its columns; see
 `triton_matmul` for the order of sums. bfloat16: tokens are the rows, so that a
@@ -44,16 +45,17 @@ class Tile(NamedTuple):
   Attributes:
     rows: rows of `x`, at least 16.
     features: rows of a weight, at least 64; for bfloat16, 8.
-    warps: of 32 threads; 4 for each 64 features (bfloat16: rows), or fewer.
+    warps: of 32 threads; for each 64 features (bfloat16: rows) at most 4.
     stages: steps that are loaded ahead.
-    step: columns of a step, of which K is a multiple; for NVFP4, 128.
+    step: columns of a step, of which K is a multiple; for NVFP4, 128. 0 for 128,
+      or 64 where K is no multiple of that.
   """
 
   rows: int
   features: int
   warps: int
   stages: int
-  step: int = triton_decode.STEP
+  step: int = 0
 
 
 def unsupported_bfloat16(
@@ -67,6 +69,8 @@ def unsupported_bfloat16(
       return f'an operand is {operand.dtype}, not bfloat16'
   if w.ndim != 2 or w.shape[1] % 64:
     return f'w of shape {w.shape} is not [N, K] with K a multiple of 64'
+  if x.shape[1] != w.shape[1]:
+    return f'x has {x.shape[1]} columns, not {w.shape[1]}'
   most = _MOST_BFLOAT16_ROWS if w.shape[0] <= _MOST_FEATURES else 128
   if not x.shape[0]:
     return 'there are no rows'
@@ -82,7 +86,7 @@ def quantized_tile(tile: Tile | None, default: Tile) -> Tile:
     ValueError: another step than codes are kept in.
   """
   tile = default if tile is None else Tile(*tile)
-  if tile.step != triton_decode.STEP:
+  if tile.step not in (0, triton_decode.STEP):
     raise ValueError(
         f'{tile}: NVFP4 weights have steps of {triton_decode.STEP}.'
     )
@@ -276,6 +280,8 @@ def _bfloat16_tile_of(x, tile, features, weights=1):
   m, k = x.shape[-2:]
   if tile is not None:
     tile = Tile(*tile)
+    if not tile.step:
+      return tile._replace(step=math.gcd(k, 128))
     if k % tile.step:
       raise ValueError(f'{tile}: K = {k} is no multiple of the step.')
     return tile

@@ -4,7 +4,7 @@
 are the same (`triton_exact`), and so are the steps of the tensor cores along
 the contraction axis, from left to right.
 
-A program attends with a tile of queries of one head. Two passes over the keys:
+A tile has queries of one head. Two passes over the keys:
 the first finds the largest score of each query, the second needs it, since
 softmax weights are rounded to bfloat16 before they are used. The second takes
 the leaves of the tree over blocks of keys in groups. It keeps the weights of a
@@ -15,8 +15,9 @@ one waits for its sibling's in memory.
 Blocks that no query of the tile sees would add zeros. They are passed over, and
 a tile's tree is no higher than its own blocks need.
 
-The gradient recomputes the weights from the largest scores and the sums. It
-need not have particular bits, but has the same in every run.
+The gradient recomputes the weights from the largest scores and the sums, or
+from the logarithm of both. It need not have particular bits, but has the same
+in every run.
 """
 
 import functools
@@ -55,12 +56,22 @@ def unsupported(
     return f'the kernel is for compute capability 9.0, not {capability}'
   if not all(t.dtype == jnp.bfloat16 for t in (q, k, v)):
     return 'queries, keys and values are not all bfloat16'
-  if q.shape[-1] not in _HEAD_DIMS:
-    return f'head_dim {q.shape[-1]} is not one of {_HEAD_DIMS}'
+  *_, length, heads, dim = q.shape
+  shape = (*q.shape[:-3], k.shape[-3], length, dim)
+  if not q.size:
+    return f'q of shape {q.shape} is empty'
+  if k.shape != shape or v.shape != shape:
+    return f'keys {k.shape} or values {v.shape} are not {shape}'
+  if heads % k.shape[-3]:
+    return f'{heads} query heads do not share {k.shape[-3]} key heads'
+  if dim not in _HEAD_DIMS:
+    return f'head_dim {dim} is not one of {_HEAD_DIMS}'
   if block not in _BLOCKS:
     return f'the block of {block} keys is not one of {_BLOCKS}'
-  if q.shape[-3] > _MOST_POSITIONS:
-    return f'{q.shape[-3]} positions are more than {_MOST_POSITIONS}'
+  if length > _MOST_POSITIONS:
+    return f'{length} positions are more than {_MOST_POSITIONS}'
+  if length * heads * dim >= 1 << 31:
+    return f'{heads} heads of {length} positions need wider indices'
   return None
 
 
@@ -394,7 +405,7 @@ def query_gradient(
   """Differentiates with respect to a tile of queries.
 
   Also writes, for each query, the logarithm to base 2 of its softmax's
-  denominator, and `delta`, the dot of its output with that's gradient.
+  denominator, and `delta`, the dot of its output and the output's gradient.
   """
   TILES: tl.constexpr = (T + ROWS - 1) // ROWS
   tile = TILES - 1 - tl.program_id(0) // (B * HEADS)

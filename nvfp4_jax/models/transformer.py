@@ -346,7 +346,8 @@ def _run(
   kv_spec = kv_cache.SPECS[quantizer.policy.kv_cache]
   x = embedded = layers.embed(tokens, params['embed_tokens'], config.dtype)
   add_norm = functools.partial(layers.add_rms_norm, has_gradient=cache is None)
-  # What an MLP returns is added in the next norm, where one kernel does both.
+  # What an MLP returns is added in the next norm, where one kernel does both;
+  # in the first, zeros, which change nothing but the sign of a zero.
   defers = cache is not None and taps is None
   y = jnp.zeros_like(x) if defers else None
   layer, first, all_experts, all_noted = jnp.int32(0), 0, [], []

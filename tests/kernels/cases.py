@@ -1,12 +1,14 @@
 """Inputs that every implementation of a kernel is tested with."""
 
 import itertools
+import json
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from experiments import run
 from nvfp4_jax import qtensor
 from nvfp4_jax import quantization
 
@@ -28,6 +30,13 @@ SPECS = [
     _Spec('mxfp8', block_2d=True),
     _Spec('mxfp4'),
 ]
+
+
+def jit(fn):
+  """Jits under the flags that experiments set, for this program alone."""
+  flags = (flag.lstrip('-').split('=') for flag in run.GPU_FLAGS)
+  options = {name: json.loads(value) for name, value in flags}
+  return jax.jit(fn, compiler_options=options)
 
 
 def matrix(m, k, dtype=ml_dtypes.bfloat16, seed=0):

@@ -426,13 +426,18 @@ class CompilationTest(chex.TestCase):
       (dict(dim=32), 'head_dim 32 is not one of'),
       (dict(block=32), 'the block of 32 keys'),
       (dict(length=40_000), '40000 positions'),
+      (dict(length=0), 'is empty'),
+      (dict(heads=3), '3 query heads do not share 2 key heads'),
+      (dict(heads=1 << 16, length=1 << 10), 'wider indices'),
+      (dict(keys=4), r'are not \(2, 2, 5, 64\)'),
   )
   def test_what_attention_of_sequences_cannot_do(self, changed, problem):
-    given = dict(length=5, dim=64, dtype=jnp.bfloat16, block=64, capability=9.0)
-    length, dim, dtype, *rest = (given | changed).values()
+    given = dict(length=5, dim=64, heads=4, keys=None)
+    given |= dict(dtype=jnp.bfloat16, block=64, capability=9.0)
+    length, dim, heads, keys, dtype, *rest = (given | changed).values()
     of = lambda *shape: jax.ShapeDtypeStruct(shape, dtype)
-    kv = of(2, 2, length, dim)
-    found = triton_sequences.unsupported(of(2, length, 4, dim), kv, kv, *rest)
+    q, kv = of(2, length, heads, dim), of(2, 2, keys or length, dim)
+    found = triton_sequences.unsupported(q, kv, kv, *rest)
     self.assertRegex(str(found), str(problem))
 
   def test_attention_of_sequences_lowers(self):
@@ -444,7 +449,13 @@ class CompilationTest(chex.TestCase):
       y = jax.checkpoint(attend)(*operands)
       return jnp.sum(y.astype(jnp.float32) ** 2)
 
+    # Every shape says along which axes of a mesh it varies.
+    mesh = jax.make_mesh((1,), ('x',), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec('x')
     gradient = jax.vmap(jax.grad(loss, (0, 1, 2)))
+    shared = jax.shard_map(gradient, mesh=mesh, in_specs=spec, out_specs=spec)
+    with mock.patch.object(triton_call, '_capability', lambda: 90):
+      jax.eval_shape(shared, q, kv, kv)
     self.assertEqual(_calls(jax.vmap(attend), q, kv, kv), 1)
     self.assertEqual(_calls(gradient, q, kv, kv), 4)
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from nvfp4_jax import kernels
 from nvfp4_jax import kv_cache
+from nvfp4_jax import layers
 from nvfp4_jax import matmul
 from nvfp4_jax import policy
 from nvfp4_jax import qtensor
@@ -374,6 +375,56 @@ class DispatchTest(chex.TestCase):
       self.assertEqual(chosen, problem is None)
       self.assertRegex(logs.output[0], problem or "attention: .*'triton'")
       module.unsupported.assert_called_with(q, k, k, 64, 9.0)
+
+  def test_swiglu_is_one_kernel_where_it_can_be(self):
+    x, stack = jnp.ones((2, 64), jnp.bfloat16), jnp.ones((3, 32, 64))
+    plain = qtensor.Layer(stack.astype(jnp.bfloat16), jnp.int32(1))
+    other = qtensor.Layer(plain.stack[:, :16], jnp.int32(1))
+    quantized = qtensor.Layer(
+        quantization.quantize(plain.stack, _TOKEN), jnp.int32(1)
+    )
+    for up, problem in (
+        (plain, None),
+        (plain, 'too many'),
+        (other, 'not like up'),
+        (quantized, 'quantized'),
+    ):
+      said = problem if up is plain else None
+      module = types.SimpleNamespace(
+          unsupported_bfloat16=mock.Mock(return_value=said),
+          swiglu=mock.Mock(return_value='y'),
+      )
+      hopper = mock.patch.multiple(
+          choice,
+          cannot_run_triton=lambda: None,
+          compute_capability=lambda: 9.0,
+          triton_few=lambda module=module: module,
+      )
+      with hopper, mock.patch.object(jax, 'device_count', lambda: 1):
+        chosen = kernels.decoding.projects_swiglu(x, plain, up)
+        if problem is None:
+          self.assertEqual(kernels.decoding.swiglu(x, plain, up), 'y')
+        else:
+          with self.assertRaisesRegex(NotImplementedError, problem):
+            kernels.decoding.swiglu(x, plain, up)
+      self.assertEqual(chosen, problem is None)
+
+  @parameterized.parameters('bias', 'taps', 'slice', None)
+  def test_swiglu_of_what_no_kernel_computes(self, changed):
+    w = jnp.ones((3, 64, 64), jnp.bfloat16)
+    names = [f'mlp.{name}_proj' for name in ('gate', 'up', 'down')]
+    params = {name: qtensor.Layer(w, jnp.int32(1)) for name in names}
+    if changed == 'bias':
+      params['mlp.up_proj.bias'] = jnp.ones((64,), jnp.bfloat16)
+    if changed == 'slice':
+      params['mlp.up_proj'] = w[1]
+    taps = {} if changed == 'taps' else None
+    precisions = dict.fromkeys(names)
+    weights = layers.LayerWeights(params, {}, precisions, taps=taps)
+    asks = mock.Mock(return_value=False)
+    with mock.patch.object(kernels.decoding, 'projects_swiglu', asks):
+      layers.mlp(jnp.ones((2, 64), jnp.bfloat16), weights, 'mlp')
+    self.assertEqual(asks.called, changed is None)
 
   def test_triton_is_chosen_where_it_can_run(self):
     context, count, module = _on_gpu()
