@@ -89,9 +89,13 @@ def call(
   )
   outputs = function(*arrays, *[arrays[0]] * spare, **launch)
   # Inside `shard_map`, XLA's call does not say along which axes they vary.
-  axes = frozenset().union(*(jax.typeof(array).mat.varying for array in arrays))
+  axes = frozenset().union(
+      *(jax.typeof(array).manual_axis_type.varying for array in arrays)
+  )
   return [
-      lax.pcast(y, tuple(axes - jax.typeof(y).mat.varying), to='varying')
+      lax.pcast(
+          y, tuple(axes - jax.typeof(y).manual_axis_type.varying), to='varying'
+      )
       for y in outputs
   ]
 

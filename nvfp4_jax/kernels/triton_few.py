@@ -47,7 +47,7 @@ class Tile(NamedTuple):
     features: rows of a weight, at least 64; for bfloat16, 8.
     warps: of 32 threads; for each 64 features (bfloat16: rows) at most 4.
     stages: steps that are loaded ahead.
-    step: columns of a step, of which K is a multiple; for NVFP4, 128. 0 for 128,
+    step: columns of a step, which divides K; for NVFP4, 128. 0 for 128,
       or 64 where K is no multiple of that.
   """
 
