@@ -89,15 +89,9 @@ def call(
   )
   outputs = function(*arrays, *[arrays[0]] * spare, **launch)
   # Inside `shard_map`, XLA's call does not say along which axes they vary.
-  axes = frozenset().union(
-      *(jax.typeof(array).manual_axis_type.varying for array in arrays)
-  )
-  return [
-      lax.pcast(
-          y, tuple(axes - jax.typeof(y).manual_axis_type.varying), to='varying'
-      )
-      for y in outputs
-  ]
+  varying = lambda x: jax.typeof(x).manual_axis_type.varying
+  axes = frozenset().union(*map(varying, arrays))
+  return [lax.pcast(y, tuple(axes - varying(y)), to='varying') for y in outputs]
 
 
 def with_vmap(fn: Callable[..., Any]) -> Callable[..., Any]:
