@@ -40,8 +40,6 @@ from nvfp4_jax import recipes
 from nvfp4_jax.models import config as model_config
 from nvfp4_jax.models import transformer
 
-type Made = kernel_bench.Candidate | tuple[str, Exception]
-
 _TOKEN = quantization.QuantSpec('nvfp4', 'token')
 _FOUR_OVER_SIX = quantization.QuantSpec('nvfp4', 'token', four_over_six='mse')
 _WEIGHTS = quantization.QuantSpec('nvfp4')
@@ -92,7 +90,7 @@ PRESETS = {
 
 def main(cfg: Config, log: run.Log) -> None:
   """Logs one row for each candidate of each workload, and prints a table."""
-  linear = kernel_bench_linear.workload(cfg)
+  linear = kernel_bench_linear.workload(cfg, _WEIGHTS)
   workloads = (*_quantizers(cfg), linear, _grouped(cfg), *_exports(cfg))
   kernel_bench.measure(cfg, log, workloads, labels=_labels)
 
@@ -110,7 +108,7 @@ def _quantizers(cfg) -> Iterator[kernel_bench.Workload]:
   elements = math.prod(shape)
   count = kernel_bench.copies(cfg, 2 * elements)
 
-  def candidates(spec) -> Iterator[Made]:
+  def candidates(spec) -> Iterator[kernel_bench_linear.Made]:
     xs = [(kernel_bench_linear.random(seed, shape),) for seed in range(count)]
     for name in cfg.implementations:
       fn = functools.partial(kernels.quantize, spec=spec, implementation=name)
@@ -143,7 +141,7 @@ def _grouped(cfg) -> kernel_bench.Workload:
   nbytes = 8.0 * (m * k + groups * n * k + m * n)
   count = kernel_bench.copies(cfg, nbytes)
 
-  def candidates() -> Iterator[Made]:
+  def candidates() -> Iterator[kernel_bench_linear.Made]:
     scores = np.random.default_rng(0).random((cfg.tokens, groups))
     chosen = np.argsort(scores)[:, : cfg.experts_per_token]
     sizes = jnp.bincount(chosen.ravel(), length=groups).astype(jnp.int32)
@@ -182,7 +180,7 @@ def _exports(cfg) -> Iterator[kernel_bench.Workload]:
   experts = [w for name, w in weights if name.startswith('mlp.experts.')]
   quantize = functools.partial(policy.quantize_params, quantizer, params)
 
-  def quantizers() -> Iterator[Made]:
+  def quantizers() -> Iterator[kernel_bench_linear.Made]:
     yield kernel_bench.Candidate('reference', quantize, jax.block_until_ready)
     fn = lambda *ws: [_qwix_quantize(w, w.ndim - 1) for w in ws]
     yield kernel_bench_linear.candidate('qwix', fn, [tuple(experts)])
@@ -191,7 +189,7 @@ def _exports(cfg) -> Iterator[kernel_bench.Workload]:
     ]
     yield kernel_bench_linear.candidate('quantizer alone', fn, [tuple(experts)])
 
-  def exporters() -> Iterator[Made]:
+  def exporters() -> Iterator[kernel_bench_linear.Made]:
     tree = quantize()
     target = export.Target(quantizer.policy, recipe=_RECIPE)
 

@@ -64,8 +64,10 @@ def main(cfg: Config, log: run.Log) -> None:
   kernel_bench.measure(cfg, log, [workload(cfg)])
 
 
-def workload(cfg: kernel_bench.Config) -> kernel_bench.Workload:
-  """Returns the linear layer `cfg.linear` of M, N, K; see `Config`."""
+def workload(
+    cfg: kernel_bench.Config, weights: quantization.QuantSpec = _WEIGHTS
+) -> kernel_bench.Workload:
+  """Returns the linear layer `cfg.linear` of M, N, K, its weights quantized so."""
   m, n, k = cfg.linear
   nbytes = 4.0 * (m * k + m * n + n * k)
   count = kernel_bench.copies(cfg, nbytes)
@@ -73,9 +75,9 @@ def workload(cfg: kernel_bench.Config) -> kernel_bench.Workload:
   def candidates() -> Iterator[Made]:
     quantize = jax.jit(quantization.quantize, static_argnames='spec')
     masters = [operand(seed, m, (n, k), jnp.bfloat16) for seed in range(count)]
-    given = [(*o, quantize(bf16(o[1]), spec=_WEIGHTS)) for o in masters]
+    given = [(*o, quantize(bf16(o[1]), spec=weights)) for o in masters]
     for backward in ('dequantized', 'high_precision'):
-      precision = matmul.MatmulPrecision(_TOKEN, _WEIGHTS, backward=backward)
+      precision = matmul.MatmulPrecision(_TOKEN, weights, backward=backward)
       layer = lambda x, w, wq=None, precision=precision: (
           matmul.quantized_matmul(x, w, precision, wq=wq)
       )
