@@ -67,7 +67,7 @@ def main(cfg: Config, log: run.Log) -> None:
 def workload(
     cfg: kernel_bench.Config, weights: quantization.QuantSpec = _WEIGHTS
 ) -> kernel_bench.Workload:
-  """Returns the linear layer `cfg.linear` of M, N, K, its weights quantized so."""
+  """Returns the linear layer `cfg.linear` of M, N, K with such weights."""
   m, n, k = cfg.linear
   nbytes = 4.0 * (m * k + m * n + n * k)
   count = kernel_bench.copies(cfg, nbytes)
