@@ -52,6 +52,20 @@ def _on_gpu(problem=None, devices=1):
 
 
 @contextlib.contextmanager
+def _hopper_with(module, *names, devices=1):
+  """A context of Hopper GPUs where such modules are a stand-in."""
+  modules = dict.fromkeys(names, lambda: module)
+  hopper = mock.patch.multiple(
+      choice,
+      cannot_run_triton=lambda: None,
+      compute_capability=lambda: 9.0,
+      **modules,
+  )
+  with hopper, mock.patch.object(jax, 'device_count', lambda: devices):
+    yield
+
+
+@contextlib.contextmanager
 def _on_hopper(problem=None, devices=1):
   """A context with matmuls in Triton, and their stand-in."""
 
@@ -73,13 +87,8 @@ def _on_hopper(problem=None, devices=1):
       unsupported_bfloat16=mock.Mock(return_value=problem),
       **{name: stand_in(name) for name in _GROUPED},
   )
-  hopper = mock.patch.multiple(
-      choice,
-      cannot_run_triton=lambda: None,
-      compute_capability=lambda: 9.0,
-      triton_few=lambda: module,
-      triton_grouped=lambda: module,
-      triton_matmul=lambda: module,
+  hopper = _hopper_with(
+      module, 'triton_few', 'triton_grouped', 'triton_matmul', devices=devices
   )
   references = mock.patch.multiple(
       kernels,
@@ -87,8 +96,7 @@ def _on_hopper(problem=None, devices=1):
       decode=qtensor.decode,
       dequantize=qtensor.dequantize,
   )
-  count = mock.patch.object(jax, 'device_count', lambda: devices)
-  with hopper, references, count:
+  with hopper, references:
     yield module
 
 
@@ -358,13 +366,7 @@ class DispatchTest(chex.TestCase):
           unsupported=mock.Mock(return_value=problem),
           attention=mock.Mock(return_value='y'),
       )
-      hopper = mock.patch.multiple(
-          choice,
-          cannot_run_triton=lambda: None,
-          compute_capability=lambda: 9.0,
-          triton_sequences=lambda module=module: module,
-      )
-      with hopper, mock.patch.object(jax, 'device_count', lambda: 1):
+      with _hopper_with(module, 'triton_sequences'):
         with self.assertLogs(kernels.__name__, 'INFO') as logs:
           chosen = kernels.sequences.attends(q, k, k, 64)
         if problem is None:
@@ -394,13 +396,7 @@ class DispatchTest(chex.TestCase):
           unsupported_bfloat16=mock.Mock(return_value=said),
           swiglu=mock.Mock(return_value='y'),
       )
-      hopper = mock.patch.multiple(
-          choice,
-          cannot_run_triton=lambda: None,
-          compute_capability=lambda: 9.0,
-          triton_few=lambda module=module: module,
-      )
-      with hopper, mock.patch.object(jax, 'device_count', lambda: 1):
+      with _hopper_with(module, 'triton_few'):
         chosen = kernels.decoding.projects_swiglu(x, plain, up)
         if problem is None:
           self.assertEqual(kernels.decoding.swiglu(x, plain, up), 'y')
