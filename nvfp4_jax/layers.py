@@ -351,8 +351,8 @@ def _projected_swiglu(x, weights, gate, up, xq):
   is_plain = weights.taps is None and not any(
       f'{name}.bias' in weights.params
       or weights.precisions[name] is not None
-      or not isinstance(weights.params[name], qtensor.Layer)
-      for name in (gate, up)
+      or not isinstance(w, qtensor.Layer)
+      for name, w in zip((gate, up), ws, strict=True)
   )
   if is_plain and kernels.decoding.projects_swiglu(x, *ws):
     return kernels.decoding.swiglu(x, *ws)

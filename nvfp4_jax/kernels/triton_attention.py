@@ -31,10 +31,10 @@ from nvfp4_jax.kernels import triton_exact
 
 type _Vector = jax.Array | qtensor.Layer[jax.Array]
 
-_BLOCKS = (64, 128)
-_HEAD_DIMS = (64, 128)
+BLOCKS = (64, 128)
+HEAD_DIMS = (64, 128)
 _MOST_GROUP = 15  # query heads of one key head, which is one more column
-_MOST_POSITIONS = 1 << 15
+MOST_POSITIONS = 1 << 15
 _MOST_KEPT = tl.constexpr(3)  # height of the tree whose scores are kept
 
 
@@ -62,16 +62,16 @@ def unsupported(
   if isinstance(k, qtensor.QTensor) or k.dtype != jnp.bfloat16:
     return 'the cache is not bfloat16'
   heads, _, dim = k.shape[-3:]
-  if dim not in _HEAD_DIMS or 2 * rope[0].shape[-1] != dim:
-    return f'head_dim {dim}, all of it rotated, is not one of {_HEAD_DIMS}'
+  if dim not in HEAD_DIMS or 2 * rope[0].shape[-1] != dim:
+    return f'head_dim {dim}, all of it rotated, is not one of {HEAD_DIMS}'
   if q.shape[-1] > _MOST_GROUP * heads * dim:
     return f'more than {_MOST_GROUP} query heads share a key head'
-  if block not in _BLOCKS:
-    return f'the block of {block} keys is not one of {_BLOCKS}'
+  if block not in BLOCKS:
+    return f'the block of {block} keys is not one of {BLOCKS}'
   if live % block:
     return f'{live} positions are no multiple of the block of {block}'
-  if live > _MOST_POSITIONS:
-    return f'{live} positions are more than {_MOST_POSITIONS}'
+  if live > MOST_POSITIONS:
+    return f'{live} positions are more than {MOST_POSITIONS}'
   return None
 
 

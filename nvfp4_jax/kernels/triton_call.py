@@ -18,6 +18,7 @@ import triton
 from triton.backends import compiler as backends
 from triton.compiler import compiler
 
+PROCESSORS = 132  # of an H200
 _TARGET = '__gpu$xla.gpu.ptx'
 _TYPES = {
     'bfloat16': '*bf16',

@@ -34,7 +34,6 @@ _MOST_BFLOAT16_ROWS = 256
 _MOST_FEATURES = 8192  # with more than 128 rows; XLA divides no K of more
 _MOST_WEIGHTS = 3
 _PROGRAMS = 200  # of 64 features that fill the processors
-_PROCESSORS = 132  # of an H200
 _FEWEST_STEPS = 4  # of a part
 _BYTES_AHEAD = 120 << 10  # of a program's operands, in shared memory
 
@@ -289,7 +288,8 @@ def _bfloat16_tile_of(x, tile, features, weights=1):
   is_small = rows <= 32  # too few rows for `wgmma`
   width = 16 if is_small else 16 * weights
   most = 32 if is_small and weights > 1 else 64
-  while width < most and features * triton.cdiv(m, rows) > _PROCESSORS * width:
+  share = features * triton.cdiv(m, rows) / triton_call.PROCESSORS
+  while width < min(most, share):
     width *= 2
   if is_small:
     step = math.gcd(k, 512 if width == 16 else 128)

@@ -27,17 +27,16 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
+from nvfp4_jax.kernels import triton_attention
 from nvfp4_jax.kernels import triton_call
 from nvfp4_jax.kernels import triton_exact
 
-_BLOCKS = (64, 128)
-_HEAD_DIMS = (64, 128)
-_MOST_POSITIONS = 1 << 15
 _ROWS = 64  # queries of a tile
 _CHANNELS = 32  # of values that are summed at a time
 _KEYS = 64  # of a tile; a program keeps the weights of four
 _LOG2_E = tl.constexpr(1.4426950408889634)
-_PROGRAMS = 2 * 132  # that have scratch memory: as many as run at once
+# That have scratch memory: as many as run at once.
+_PROGRAMS = 2 * triton_call.PROCESSORS
 
 
 def unsupported(
@@ -64,12 +63,12 @@ def unsupported(
     return f'keys {k.shape} or values {v.shape} are not {shape}'
   if heads % k.shape[-3]:
     return f'{heads} query heads do not share {k.shape[-3]} key heads'
-  if dim not in _HEAD_DIMS:
-    return f'head_dim {dim} is not one of {_HEAD_DIMS}'
-  if block not in _BLOCKS:
-    return f'the block of {block} keys is not one of {_BLOCKS}'
-  if length > _MOST_POSITIONS:
-    return f'{length} positions are more than {_MOST_POSITIONS}'
+  if dim not in triton_attention.HEAD_DIMS:
+    return f'head_dim {dim} is not one of {triton_attention.HEAD_DIMS}'
+  if block not in triton_attention.BLOCKS:
+    return f'the block of {block} keys is not one of {triton_attention.BLOCKS}'
+  if length > triton_attention.MOST_POSITIONS:
+    return f'{length} positions are more than {triton_attention.MOST_POSITIONS}'
   if length * heads * dim >= 1 << 31:
     return f'{heads} heads of {length} positions need wider indices'
   return None

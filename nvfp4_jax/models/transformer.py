@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import dataclasses
 import functools
 import itertools
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 from jax import lax
@@ -24,6 +24,7 @@ from nvfp4_jax import layers
 from nvfp4_jax import matmul
 from nvfp4_jax import policy
 from nvfp4_jax import qtensor
+from nvfp4_jax import quantization
 from nvfp4_jax.models import config as model_config
 
 
@@ -344,6 +345,7 @@ def _run(
   all_precisions = policy.segment_precisions(quantizer.policy, params)
   rope = _rope(config, tokens, positions, cache)
   kv_spec = kv_cache.SPECS[quantizer.policy.kv_cache]
+  call = _Pass(positions, rope, kv_spec, live)
   x = embedded = layers.embed(tokens, params['embed_tokens'], config.dtype)
   add_norm = functools.partial(layers.add_rms_norm, has_gradient=cache is None)
   # What an MLP returns is added in the next norm, where one kernel does both;
@@ -376,9 +378,7 @@ def _run(
       with jax.named_scope('attention'):
         x, h = add_norm(x, params['input_layernorm'], config.norm_eps, y)
         h = weights.note('input_layernorm', h)
-        y, cache = _attention(
-            config, weights, h, positions, rope, kv_spec, cache, layer, live
-        )
+        y, cache = _attention(config, weights, h, call, cache, layer)
       with jax.named_scope('mlp'):
         gain = params['post_attention_layernorm']
         x, h = add_norm(x, gain, config.norm_eps, y)
@@ -408,9 +408,24 @@ def _run(
   return x, cache, experts
 
 
-def _attention(
-    config, weights, h, positions, rope, kv_spec, cache, layer, live
-):
+class _Pass(NamedTuple):
+  """What attention is told alike in all layers.
+
+  Attributes:
+    positions: `[B, T]` int32.
+    rope: cosines and sines at the positions.
+    kv_spec: how keys and values are quantized, or None.
+    live: how many positions of the cache are attended to; None but in a decode
+      step.
+  """
+
+  positions: jax.Array
+  rope: tuple[jax.Array, jax.Array]
+  kv_spec: quantization.QuantSpec | None
+  live: int | None
+
+
+def _attention(config, weights, h, call, cache, layer):
   """Returns attention of normed `h`, and the cache."""
   names = tuple(f'self_attn.{n}_proj' for n in 'qkv')
   hq = layers.quantize_input(h.reshape(-1, h.shape[-1]), weights, names)
@@ -419,29 +434,18 @@ def _attention(
   if config.qk_norm:
     gains = tuple(weights.params[f'self_attn.{n}_norm'] for n in 'qk')
   attended = None
-  if live is not None and weights.taps is None:
-    attended = _attend_token(config, projected, gains, rope, cache, layer, live)
+  if call.live is not None and weights.taps is None:
+    attended = _attend_token(config, projected, gains, call, cache, layer)
   if attended is None:
-    attended = _attend(
-        config,
-        weights,
-        projected,
-        gains,
-        positions,
-        rope,
-        kv_spec,
-        cache,
-        layer,
-        live,
-    )
+    attended = _attend(config, weights, projected, gains, call, cache, layer)
   y, cache = attended
   return layers.linear(y, weights, 'self_attn.o_proj'), cache
 
 
-def _attend_token(config, projected, gains, rope, cache, layer, live):
+def _attend_token(config, projected, gains, call, cache, layer):
   """Does what `_attend` does in one kernel; returns None if there is none."""
   q, k, v = (t[:, 0] for t in projected)
-  rope = tuple(t[:, 0] for t in rope)
+  rope, live = tuple(t[:, 0] for t in call.rope), call.live
   stored, block = (cache.k, cache.v), config.attention_block
   if not kernels.decoding.attends_tokens(q, rope, stored, live, block):
     return None
@@ -461,18 +465,7 @@ def _attend_token(config, projected, gains, rope, cache, layer, live):
   return y[:, None], dataclasses.replace(cache, k=k, v=v)
 
 
-def _attend(
-    config,
-    weights,
-    projected,
-    gains,
-    positions,
-    rope,
-    kv_spec,
-    cache,
-    layer,
-    live,
-):
+def _attend(config, weights, projected, gains, call, cache, layer):
   """Returns attention's output before `o_proj`, and the cache."""
   heads = lambda t: t.reshape(*t.shape[:2], -1, config.head_dim)
   q, k, v = map(heads, projected)
@@ -484,25 +477,25 @@ def _attend(
     )
     weights.note('self_attn.q_norm', q)
     weights.note('self_attn.k_norm', k)
-  q = layers.rope(q, *rope, scale=config.head_dim**-0.5)
+  q = layers.rope(q, *call.rope, scale=config.head_dim**-0.5)
   q = weights.note('self_attn.q_rope', q)
-  k = weights.note('self_attn.k_rope', layers.rope(k, *rope))
+  k = weights.note('self_attn.k_rope', layers.rope(k, *call.rope))
   k = k.transpose(0, 2, 1, 3)
   if cache is None:
-    k, v = (kv_cache.round_trip(t, kv_spec) for t in (k, v))
+    k, v = (kv_cache.round_trip(t, call.kv_spec) for t in (k, v))
   else:
-    k, v = (kv_cache.store(t, kv_spec) for t in (k, v))
-    if live is None:
+    k, v = (kv_cache.store(t, call.kv_spec) for t in (k, v))
+    if call.live is None:
       cache = kv_cache.write_prompt(cache, layer, k, v)
     else:
       cache = kv_cache.write_token(cache, layer, k, v)
-      k, v = kv_cache.read(cache, layer, live)
+      k, v = kv_cache.read(cache, layer, call.live)
     k, v = (kv_cache.load(t, q.dtype) for t in (k, v))
   block = config.attention_block
-  if live is None and kernels.sequences.attends(q, k, v, block):
+  if call.live is None and kernels.sequences.attends(q, k, v, block):
     y = kernels.sequences.attention(q, k, v, block)
   else:
-    y = layers.attention(q, k, v, positions, block)
+    y = layers.attention(q, k, v, call.positions, block)
   return weights.note('self_attn.attention', y), cache
 
 
