@@ -212,8 +212,10 @@ class LaunchTest(CommandLineTest):
     for name in _PRESETS:
       self.assertIn(name, message)
 
-  def test_no_preset_stops(self):
-    self.stopped()
+  def test_no_preset_stops_and_all_are_listed(self):
+    message = self.stopped()
+    for name in _PRESETS:
+      self.assertIn(name, message)
 
   def test_the_same_command_goes_on(self):
     args = ('smoke', f'--workdir={self.workdir}', '--mode=b')
